@@ -1,0 +1,1 @@
+"""metashard: load diffusion model components straight into FSDP2 shards."""

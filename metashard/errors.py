@@ -1,0 +1,82 @@
+"""The one home of metashard's exceptions.
+
+Every error raised because a load went wrong is a `LoadError`; its subclasses say which part was wrong. All of them
+carry the same typed attributes and survive pickling, because the rank where a failure happens sends the error itself to
+the others: every rank raises the same type with the same message (see `metashard.agree`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MetaShardError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: What is wrong and what to do about it, as a colleague would say it.
+        rank: Rank (in the mesh) where it happened; None where there is no process group.
+        phase: Step of the load: "resolve", "headers", "build", "prepare", "adapters", "agree", "shard", "plan",
+            "fill", "check".
+        file: Path of the file concerned.
+        key: Name of the tensor or parameter concerned.
+        expected: What was expected, as a short text or value.
+        got: What came.
+        ranks: All ranks that failed in that phase (filled in by the agreement).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str | None = None,
+        file: str | None = None,
+        key: str | None = None,
+        expected: Any = None,
+        got: Any = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.phase = phase
+        self.file = None if file is None else str(file)
+        self.key = key
+        self.expected = expected
+        self.got = got
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        pairs = (("file", self.file), ("rank", self.rank), ("phase", self.phase))
+        where = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
+        return f"{self.message} ({where})" if where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+
+
+def _rebuild(cls: type[MetaShardError], message: str, state: dict[str, Any]) -> MetaShardError:
+    error = cls(message)
+    error.__dict__.update(state)
+    return error
+
+
+class LoadError(MetaShardError):
+    """A load failed; the subclasses say in which part. Also wraps errors that are not ours (I/O, a caller's hook)."""
+
+
+class ComponentError(LoadError, ValueError):
+    """The component cannot be resolved: unknown name, null component, unknown class, quantised weights, no weights."""
+
+
+class CheckpointError(LoadError, ValueError):
+    """A weight file or its index is not what it claims to be, or does not hold what the model needs."""
+
+
+class LayoutError(LoadError, ValueError):
+    """The ranks do not hold the same parameters in the same order, or a parameter is not where it should be."""
+
+
+class ShardError(LoadError, ValueError):
+    """The module cannot be sharded as asked: nothing to wrap, an unsupported placement, already sharded."""
