@@ -1,1 +1,40 @@
-"""metashard: load diffusion model components straight into FSDP2 shards."""
+"""metashard: load diffusion model components straight into FSDP2 shards, each byte read once."""
+
+from __future__ import annotations
+
+from metashard.errors import (
+    CheckpointError,
+    ComponentError,
+    LayoutError,
+    LoadError,
+    MetaShardError,
+    ShardError,
+)
+from metashard.layout import sync_model_dtypes
+from metashard.load import load_component, load_components, wrap_model
+from metashard.policy import LoadPolicy, ShardPolicy
+from metashard.report import LoadReport, RankReport
+from metashard.shell import from_pretrained, init_context
+from metashard.verify import digest_shards
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ComponentError",
+    "LayoutError",
+    "LoadError",
+    "LoadPolicy",
+    "LoadReport",
+    "MetaShardError",
+    "RankReport",
+    "ShardError",
+    "ShardPolicy",
+    "digest_shards",
+    "from_pretrained",
+    "init_context",
+    "load_component",
+    "load_components",
+    "sync_model_dtypes",
+    "wrap_model",
+]

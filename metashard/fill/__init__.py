@@ -1,0 +1,131 @@
+"""Put the bytes in place: one file a strategy, on top of two movers (files to memory, rank to rank)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from metashard.checkpoint import Checkpoint, Entry
+from metashard.fill.bytes import flat_local
+from metashard.fill.collective import Source, broadcast_in_place, exchange
+from metashard.fill.direct import read_own, share_replicated
+from metashard.fill.rank0 import Memory
+from metashard.fill.reader import Files
+from metashard.fill.stream import FileSource
+from metashard.fill.target import Job, Target, target
+from metashard.layout import Slot, named_slots
+
+
+def fill(
+    module: nn.Module,
+    slots: Sequence[Slot],
+    job: Job,
+    *,
+    strategy: str,
+    sources: Mapping[str, Entry],
+    headers: Checkpoint | None,
+    real: dict[str, torch.Tensor],
+) -> None:
+    """Fill every parameter, buffer and plain tensor attribute of a sharded, allocated module.
+
+    Args:
+        module: The module; the same on every rank.
+        slots: Rank 0's layout before sharding.
+        job: Surroundings of the load.
+        strategy: "direct", "stream" or "rank0".
+        sources: Name -> entry, of what comes from the files.
+        headers: The checkpoint's headers; None in `rank0`.
+        real: Rank 0's real parameters, by name; emptied as they are sent. {} on other ranks.
+    """
+    tensors = {slot.fqn: tensor for slot, tensor in named_slots(module)}
+    registered = [s for s in slots if s.kind != "attribute" and s.tie == s.fqn]
+    # A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is only what __init__ computed.
+    from_files = [s.fqn for s in registered if s.fqn in sources and not (s.kind == "parameter" and s.real)]
+    from_memory = [s.fqn for s in registered if s.kind == "parameter" and s.fqn not in set(from_files)]
+    file_targets = [target(fqn, tensors[fqn]) for fqn in from_files]
+    memory_targets = [target(fqn, tensors[fqn]) for fqn in from_memory]
+
+    if strategy == "direct":
+        assert headers is not None
+        with _phase(job, "fill"):
+            read_own(file_targets, sources, headers, job)
+        with _phase(job, "fill"):
+            share_replicated(file_targets, job)
+    elif file_targets:
+        assert headers is not None and job.folder is not None
+        with _phase(job, "fill"), Files(job.folder, headers.sizes) as files:
+            staging = torch.empty(job.policy.staging_bytes // 4, dtype=torch.uint8)
+            _send(file_targets, FileSource(files, sources, staging), job)
+            job.recorder.add(bytes_read=files.bytes_read)
+    with _phase(job, "fill"):
+        _send(memory_targets, Memory(real), job)
+    with _phase(job, "buffers"):
+        computed = _computed_on_rank0(module, slots, set(from_files))
+        _from_rank0(computed, job)
+        _to_replicas([t.flat for t in file_targets + memory_targets] + computed, job)
+
+
+@contextmanager
+def _phase(job: Job, name: str) -> Iterator[None]:
+    with job.recorder.phase(name), job.agreement.phase(name):
+        yield
+
+
+def _send(targets: list[Target], source: Source, job: Job) -> None:
+    """Exchange within the replica that reads; replicated targets are broadcast, whatever the transport."""
+    if not job.reads:
+        return
+    mine = source if job.agreement.leader else None
+    exchange([t for t in targets if not t.replicated], mine, job, transport=job.policy.transport)
+    exchange([t for t in targets if t.replicated], mine, job, transport="broadcast")
+
+
+def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set[str]) -> list[torch.Tensor]:
+    """1-D views of all buffers and plain attributes that come from rank 0, with memory for those on meta here."""
+    here = {slot.fqn: tensor for slot, tensor in named_slots(module)}
+    flats: list[torch.Tensor] = []
+    for slot in slots:
+        if slot.kind == "parameter" or slot.tie != slot.fqn or slot.tie in from_files or not slot.real:
+            continue
+        tensor = here.get(slot.fqn)
+        if slot.kind == "attribute" and (tensor is None or (tuple(tensor.shape), tensor.dtype) != (slot.shape, slot.dtype)):
+            # This rank has no such attribute, or another one: take part in the broadcast, keep what is here.
+            tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        assert tensor is not None
+        if tensor.is_meta:
+            torch.utils.swap_tensors(tensor, torch.empty(slot.shape, dtype=slot.dtype))
+        elif not tensor.is_contiguous():
+            tensor.data = tensor.detach().contiguous()
+        flats.append(flat_local(tensor))
+    return flats
+
+
+def _from_rank0(flats: list[torch.Tensor], job: Job) -> None:
+    if job.reads:
+        ranks = job.shard_ranks
+        moved = broadcast_in_place(
+            flats, src=ranks[0], group=job.shard_group, device=job.device, bucket_bytes=job.policy.staging_bytes
+        )
+        _count(job, moved, sends=job.agreement.leader, receivers=len(ranks) - 1)
+
+
+def _to_replicas(flats: list[torch.Tensor], job: Job) -> None:
+    """Send what the first replica has along the replicate axis."""
+    if job.mesh.ndim == 2:
+        group = job.mesh.get_group(0)
+        ranks = dist.get_process_group_ranks(group)
+        moved = broadcast_in_place(
+            flats, src=ranks[0], group=group, device=job.device, bucket_bytes=job.policy.staging_bytes
+        )
+        _count(job, moved, sends=job.reads, receivers=len(ranks) - 1)
+
+
+def _count(job: Job, moved: int, *, sends: bool, receivers: int) -> None:
+    if sends:
+        job.recorder.add(bytes_sent=moved * receivers)
+    else:
+        job.recorder.add(bytes_received=moved)

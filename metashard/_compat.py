@@ -1,0 +1,121 @@
+"""Every private import of torch, diffusers and transformers, in one file.
+
+Each line says why it is needed; `tests/test_compat.py` fails loudly when one of them moves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# A second group of parameters in one FSDP module, over the same ranks (see shard.py, [Note: dtype groups]). The result
+# type of a public argument of `fully_shard`, but not exported.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+# FSDP over tensor parallel gives this placement; it is needed to read the layout of such a parameter.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "FSDPMeshInfo",
+    "HSDPMeshInfo",
+    "ShardPlacementResult",
+    "_StridedShard",
+    "apply_to_tensors",
+    "default_dtype",
+    "diffusers_fixed_keys",
+    "library_from_pretrained",
+    "transformers_dtype_plan",
+    "transformers_from_config",
+    "transformers_renamer",
+]
+
+
+def apply_to_tensors(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """`nn.Module._apply`, what `to_empty` and `to` are made of.
+
+    `to_empty` itself would wipe the buffers. FSDP overrides `_apply` to re-pad and re-register its shards afterwards.
+    """
+    module._apply(fn)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Build modules under `dtype`, as both libraries' `from_pretrained` do."""
+    before = torch.get_default_dtype()
+    if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def library_from_pretrained(replacements: Mapping[type, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `from_pretrained` of library base classes for the time of the context, and always put it back."""
+    before = {base: base.__dict__["from_pretrained"] for base in replacements}
+    try:
+        for base, function in replacements.items():
+            base.from_pretrained = classmethod(function)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for base, function in before.items():
+            base.from_pretrained = function  # type: ignore[attr-defined]
+
+
+def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries under the names that diffusers gives them when it loads one file (old attention blocks of VAEs)."""
+    fixed = dict(entries)
+    module._fix_state_dict_keys_on_load(fixed)  # type: ignore[operator]
+    return fixed
+
+
+def transformers_from_config(cls: type, config: Any, *, dtype: torch.dtype | None, **kwargs: Any) -> nn.Module:
+    """What `AutoModel.from_config` calls once it knows the class."""
+    return cls._from_config(config, dtype=dtype, **kwargs)  # type: ignore[attr-defined]
+
+
+def transformers_dtype_plan(module: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """FQN -> dtype that transformers pins for it when it loads in `dtype` (None: not pinned)."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = module._get_dtype_plan(dtype)  # type: ignore[operator]
+    if not plan:
+        return lambda fqn: None
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+
+    def pinned(fqn: str) -> torch.dtype | None:
+        match = pattern.search(fqn)
+        return None if match is None else plan[by_group[match.lastgroup]]
+
+    return pinned
+
+
+def transformers_renamer(module: nn.Module) -> Callable[[str, Mapping[str, Any]], tuple[str, str | None]]:
+    """Checkpoint key -> (live key, source pattern of a value conversion or None), from transformers' own map."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(module)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    prefix = module.base_model_prefix
+
+    def rename(key: str, live: Mapping[str, Any]) -> tuple[str, str | None]:
+        # As in transformers' `convert_and_load_state_dict_in_model`, steps 1 and 2.
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, live)
+        if renamed not in live and key in live:
+            renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=live)
+        return renamed, pattern
+
+    return rename
+
+
+def ignored_by(patterns: Any, key: str) -> bool:
+    """Whether a library's `_keys_to_ignore_on_load_*` patterns match `key`."""
+    return any(re.search(pattern, key) for pattern in patterns or ())

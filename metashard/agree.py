@@ -1,0 +1,142 @@
+"""One failure, the same error on every rank.
+
+[Note: phases]
+A load is a sequence of phases. Within a phase a rank works alone, or takes part in collectives that every rank reaches;
+at its end the ranks exchange a status over a small CPU group of their own. If any rank failed, every rank raises the
+same error: the typed error of the lowest failing rank, which names rank, phase, file and key. The rank where it happened
+chains the original. So nobody goes on into a collective that a failed rank will never join.
+
+The control group is gloo on CPU, made once for a set of ranks, with its own timeout: a slow rank 0 (a download, a slow
+disk) never trips the timeout of the group that carries data.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from metashard.errors import LoadError, MetaShardError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Control groups by (default group, ranks, timeout): made once, as process groups are never freed before the end.
+_groups: dict[tuple[int, tuple[int, ...], float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Global ranks of a mesh in row-major order; the first one is the leader ("rank 0") of every load on it."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+class Agreement:
+    """The ranks of one load, and how they come to one answer.
+
+    Args:
+        ranks: Global ranks that take part; all of them must construct the agreement.
+        timeout: Seconds to wait for the slowest rank in a phase.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.group = _control_group(self.ranks, timeout)
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank is the first of the load ("rank 0")."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Pickled: for small Python objects only."""
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_leader(self, value: T | None) -> T:
+        """The leader's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        return box[0]  # type: ignore[return-value]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Run the body, then agree on how it went. See [Note: phases].
+
+        Raises:
+            MetaShardError: On every rank, if the body raised on any. `KeyboardInterrupt` and `SystemExit` go through
+                untouched on the rank that got them; the others see it as that rank's failure.
+        """
+        original: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            original = error
+        failure = None if original is None else _as_typed(original, self.rank, name)
+        try:
+            failures = [f for f in self.gather(failure) if f is not None]
+        except RuntimeError as lost:
+            if original is not None:
+                raise original  # noqa: B904 - the first failure is the one to tell
+            raise LoadError(
+                f"Another rank left or hung in phase {name}: {lost}. Look at the first error in the other ranks' logs.",
+                rank=self.rank,
+                phase=name,
+            ) from lost
+        if not failures:
+            return
+        if original is not None and not isinstance(original, Exception):
+            raise original
+        first = failures[0]
+        first.ranks = tuple(f.rank for f in failures if f.rank is not None)
+        if isinstance(original, MetaShardError) and first.rank == self.rank:
+            original.ranks, original.rank, original.phase = first.ranks, first.rank, first.phase
+            raise original
+        raise first from original
+
+    def on_leader(self, name: str, make: Callable[[], T]) -> T:
+        """Run `make` on the leader alone, as phase `name`; its value, or its failure, on every rank."""
+        made: T | None = None
+        with self.phase(name):
+            if self.leader:
+                made = make()
+        return self.from_leader(made)
+
+    def node_leader(self) -> bool:
+        """Whether this rank is the first of its host, as told by the host names of all ranks."""
+        hosts = self.gather(socket.gethostname())
+        return hosts.index(hosts[self.rank]) == self.rank
+
+
+def _as_typed(error: BaseException, rank: int, phase: str) -> MetaShardError:
+    if isinstance(error, MetaShardError):
+        typed = error
+        typed.rank = rank if typed.rank is None else typed.rank
+        typed.phase = phase if typed.phase is None else typed.phase
+        return typed
+    return LoadError(
+        f"{type(error).__name__}: {error}",
+        rank=rank,
+        phase=phase,
+        file=getattr(error, "filename", None),
+    )
+
+
+def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
+    key = (id(world), ranks, timeout)
+    if key not in _groups or _groups[key][0] is not world:
+        group = dist.new_group(
+            list(ranks), backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=True
+        )
+        _groups[key] = (world, group)
+    return _groups[key][1]

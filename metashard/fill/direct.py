@@ -1,0 +1,80 @@
+"""Strategy `direct`: every rank reads the byte runs of its own shards; a replicated tensor is read once by the group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from metashard.checkpoint import Checkpoint, Entry
+from metashard.fill.collective import broadcast_in_place
+from metashard.fill.reader import READ_BYTES, Files, Read, read_all, reads_for
+from metashard.fill.target import Job, Target
+from metashard.plan import Box, chunk
+
+_SPLIT_BYTES = 1 << 20  # replicated tensors from this size on are read in parts, one a rank
+
+
+def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint: Checkpoint, job: Job) -> None:
+    """Read this rank's shards, and its part of every replicated tensor. Takes part in no collective.
+
+    Peak memory: `staging_bytes` where bytes need a cast or another device, else nothing above the shards.
+
+    Args:
+        targets: What to fill, in the same order on every rank.
+        entries: Target name -> its entry.
+        checkpoint: The files as their headers told.
+        job: Surroundings of the load.
+    """
+    if not job.reads:
+        return
+    most = min(READ_BYTES, job.policy.staging_bytes // job.policy.io_threads)
+    ranks = job.shard_ranks
+    me = ranks.index(dist.get_rank())
+    reads: list[Read] = []
+    for number, target in enumerate(targets):
+        box = target.box
+        start, stop = (0, box.numel) if not target.replicated else _part(number, target, me, len(ranks))
+        part = Box((box.numel,), (start,), (stop - start,)) if target.replicated else box
+        reads += reads_for(entries[target.fqn], part, target.flat[start:stop], most=most)
+    assert job.folder is not None
+    with Files(job.folder, checkpoint.sizes) as files:
+        try:
+            read_all(
+                files,
+                reads,
+                threads=job.policy.io_threads,
+                staging_bytes=job.policy.staging_bytes,
+                advance=job.advance,
+                pin=job.device.type != "cpu",
+            )
+        finally:
+            job.recorder.add(bytes_read=files.bytes_read)
+
+
+def share_replicated(targets: Sequence[Target], job: Job) -> None:
+    """Send the parts of replicated tensors that `read_own` has read from the rank that read them to the others."""
+    if not job.reads:
+        return
+    ranks = job.shard_ranks
+    for owner, src in enumerate(ranks):
+        flats = []
+        for number, target in enumerate(targets):
+            if target.replicated:
+                start, stop = _part(number, target, owner, len(ranks))
+                flats.append(target.flat[start:stop])
+        moved = broadcast_in_place(
+            flats, src=src, group=job.shard_group, device=job.device, bucket_bytes=job.policy.staging_bytes
+        )
+        if src == dist.get_rank():
+            job.recorder.add(bytes_sent=moved * (len(ranks) - 1))
+        else:
+            job.recorder.add(bytes_received=moved)
+
+
+def _part(number: int, target: Target, owner: int, owners: int) -> tuple[int, int]:
+    """Elements of a replicated target that `owner` reads: an equal part of a large one, all or nothing of a small one."""
+    numel = target.flat.numel()
+    if target.flat.nbytes >= _SPLIT_BYTES:
+        return chunk(numel, owner, owners)
+    return (0, numel) if number % owners == owner else (0, 0)

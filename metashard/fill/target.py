@@ -1,0 +1,100 @@
+"""What has to be filled, and with what: one `Target` a tensor, one `Job` a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from metashard.agree import Agreement
+from metashard.fill.bytes import flat_local
+from metashard.plan import Box, Sharding, whole
+from metashard.policy import LoadPolicy
+from metashard.report import Recorder
+from metashard.shard import local_box, sharding_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor to fill.
+
+    Args:
+        fqn: Its name.
+        shape: Shape of the full tensor.
+        flat: This rank's part, a 1-D view of the memory that the module owns.
+        box: Which part that is.
+        sharding: How the tensor is laid over `mesh`; no axes for a replicated one.
+        mesh: The mesh of its DTensor, None for a replicated tensor.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+    box: Box
+    sharding: Sharding
+    mesh: DeviceMesh | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def replicated(self) -> bool:
+        return not self.sharding.axes
+
+    def box_of(self, rank: int) -> Box:
+        """The part that global rank `rank` holds."""
+        if self.mesh is None:
+            return whole(self.shape)
+        coordinate = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        return self.sharding.box(self.shape, self.mesh.shape, coordinate)
+
+
+def target(fqn: str, tensor: torch.Tensor) -> Target:
+    """The target for a parameter (maybe a DTensor), buffer or attribute that has its memory."""
+    sharding, mesh = sharding_of(tensor)
+    return Target(fqn, tuple(tensor.shape), flat_local(tensor), local_box(tensor), sharding, mesh)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The surroundings of one fill.
+
+    Args:
+        mesh: The FSDP mesh, (shard,) or (replicate, shard).
+        device: Device that collectives run on.
+        agreement: All ranks of the load.
+        policy: The load's options.
+        recorder: Where bytes are counted.
+        folder: This rank's folder of the component's files; None if there is none.
+        advance: Called with the number of bytes that came into place, for the progress bar.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    agreement: Agreement
+    policy: LoadPolicy
+    recorder: Recorder
+    folder: Path | None
+    advance: Callable[[int], None]
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Group along the shard axis, within one replica."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """Global ranks of `shard_group`, in order of their coordinate."""
+        return dist.get_process_group_ranks(self.shard_group)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank is in the replica that gets its bytes first (always, without a replicate axis)."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return self.mesh.ndim == 1 or coordinate[0] == 0

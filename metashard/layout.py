@@ -1,0 +1,273 @@
+"""The layout: what every rank must agree on before `fully_shard`, and how it comes to agree.
+
+Names, order, shapes, dtypes, `requires_grad` and ties of parameters and buffers. Rank 0 is the authority for dtypes and
+ties, which shells cannot know (fp32 pins, adapters in another dtype, ties broken by `init_empty_weights`); names, order
+and shapes must already be equal, as FSDP's collectives pair parameters by position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from metashard.agree import Agreement
+from metashard.errors import LayoutError
+
+_OWN = frozenset(vars(nn.Module()))  # what nn.Module itself keeps in an instance
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a module that holds a tensor.
+
+    Args:
+        fqn: Fully qualified name; for a plain attribute the path, such as ``pos_embed.pos_freqs`` or ``rope.tables[0]``.
+        kind: "parameter", "buffer" or "attribute".
+        shape: Shape of the full tensor.
+        dtype: Its dtype.
+        requires_grad: Whether it is trained.
+        persistent: Whether a state dict holds it.
+        tie: FQN of the first slot that holds the very same tensor (its own where it is the first).
+        real: Whether its bytes are there (not on meta).
+        trait: What else ranks must share of it: the placements of a DTensor; "" for a plain tensor.
+    """
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool
+    tie: str
+    real: bool
+    trait: str = ""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor that a module holds as a plain attribute, maybe inside lists, tuples or dicts."""
+
+    path: str
+    tensor: torch.Tensor
+
+
+def plain_tensors(module: nn.Module) -> Iterator[Plain]:
+    """All tensors held as plain attributes, in module order: what `parameters()` and `buffers()` never see."""
+    seen: set[int] = {id(t) for t in (*module.parameters(), *module.buffers())}
+    for name, sub in module.named_modules():
+        for attribute, value in vars(sub).items():
+            if attribute not in _OWN and not attribute.startswith("_fsdp"):
+                yield from _tensors_in(value, f"{name}.{attribute}" if name else attribute, seen, depth=0)
+
+
+def _tensors_in(value: Any, path: str, seen: set[int], *, depth: int) -> Iterator[Plain]:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield Plain(path, value)
+        return
+    if depth > 4 or isinstance(value, (str, bytes, int, float, type(None), type, nn.Module)) or id(value) in seen:
+        return
+    if isinstance(value, dict):
+        children: Iterable[tuple[str, Any]] = ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        children = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools") and hasattr(
+        value, "__dict__"
+    ):
+        children = ((f"{path}.{key}", item) for key, item in list(vars(value).items()))
+    else:
+        return
+    seen.add(id(value))
+    for child_path, item in children:
+        yield from _tensors_in(item, child_path, seen, depth=depth + 1)
+
+
+def named_slots(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
+    """Every parameter, buffer and plain tensor attribute, in registration order, ties included."""
+    found: list[tuple[Slot, torch.Tensor]] = []
+    first: dict[int, str] = {}
+
+    def add(fqn: str, kind: str, tensor: torch.Tensor, persistent: bool) -> None:
+        trait = f"{tensor.placements} on {tensor.device_mesh}" if isinstance(tensor, DTensor) else ""
+        tie = first.setdefault(id(tensor), fqn)
+        slot = Slot(
+            fqn, kind, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, persistent, tie, not tensor.is_meta, trait
+        )
+        found.append((slot, tensor))
+
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in sub._parameters.items():
+            if parameter is not None:
+                add(start + name, "parameter", parameter, True)
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                add(start + name, "buffer", buffer, name not in sub._non_persistent_buffers_set)
+    for plain in plain_tensors(module):
+        add(plain.path, "attribute", plain.tensor, False)
+    return found
+
+
+def set_tensor(module: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
+    """Register `tensor` as the parameter or buffer at `fqn`, keeping persistence."""
+    owner_name, _, name = fqn.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    store = owner._parameters if name in owner._parameters else owner._buffers
+    store[name] = tensor  # type: ignore[assignment]
+
+
+def retype(slots: Iterable[tuple[Slot, torch.Tensor]], dtype_of: Callable[[Slot], torch.dtype]) -> None:
+    """Give tensors another dtype in place: on meta at no cost, real ones by a cast. Identity and ties stay."""
+    for slot, tensor in slots:
+        wanted = dtype_of(slot)
+        if tensor.dtype != wanted and not isinstance(tensor, DTensor):
+            if not (wanted.is_floating_point or wanted.is_complex):
+                tensor.requires_grad_(False)
+            tensor.data = tensor.detach().to(wanted)
+
+
+def sync_model_dtypes(module: nn.Module, *, group: Any = None) -> None:
+    """Give every parameter and buffer the dtype that rank 0's has, by name.
+
+    Call it after adapters are injected: a shell gives them another dtype than a real base does. A tensor on meta is
+    retyped at no cost; a real one is cast (a full copy of that tensor in host memory).
+
+    Args:
+        module: The module; its names must be those of rank 0's.
+        group: Process group to talk over, or None for the default group. Names and dtypes are sent, no weights.
+
+    Raises:
+        LayoutError: On every rank, if a rank has other names than rank 0; it names the first difference.
+    """
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    agreement = Agreement(ranks, timeout=600)
+    with agreement.phase("agree"):
+        _sync_dtypes(module, agreement)
+
+
+def _sync_dtypes(module: nn.Module, agreement: Agreement) -> None:
+    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind != "attribute"]
+    wanted = agreement.from_leader({slot.fqn: slot.dtype for slot, _ in slots})
+    _compare_names(list(wanted), [slot.fqn for slot, _ in slots])
+    retype(slots, lambda slot: wanted[slot.fqn])
+
+
+def agree_on_layout(module: nn.Module, agreement: Agreement) -> list[Slot]:
+    """Bring dtypes, `requires_grad` and ties to rank 0's, then compare the whole layout across ranks.
+
+    Returns:
+        Rank 0's slots, in registration order, plain attributes included; `real` tells what rank 0 has bytes for.
+
+    Raises:
+        LayoutError: Names, order, kinds or shapes differ between ranks; the message names the first difference.
+    """
+    everything = agreement.from_leader([slot for slot, _ in named_slots(module)] if agreement.leader else None)
+    # Plain attributes are no part of what FSDP pairs by position: a value cached on one rank is no difference.
+    wanted = [slot for slot in everything if slot.kind != "attribute"]
+    mine = _registered(module)
+    _compare_names([slot.fqn for slot in wanted], [slot.fqn for slot, _ in mine])
+    for want, (got, _) in zip(wanted, mine, strict=True):
+        for field in ("kind", "shape", "persistent", "trait"):
+            _compare_field(want, got, field)
+    by_name = {slot.fqn: slot for slot in wanted}
+    retype(mine, lambda slot: by_name[slot.fqn].dtype)
+    _match_ties(module, wanted)
+    for slot, tensor in _registered(module):
+        if slot.kind == "parameter" and tensor.requires_grad != by_name[slot.fqn].requires_grad:
+            tensor.requires_grad_(by_name[slot.fqn].requires_grad)
+    for want, (got, _) in zip(wanted, _registered(module), strict=True):
+        for field in ("dtype", "requires_grad", "tie"):
+            _compare_field(want, got, field)
+    return everything
+
+
+def _registered(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
+    return [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind != "attribute"]
+
+
+def _compare_field(want: Slot, got: Slot, field: str) -> None:
+    expected, came = getattr(want, field), getattr(got, field)
+    if expected != came:
+        raise LayoutError(
+            f"{got.fqn}: rank 0 has {field} {expected}, this rank has {came}. Every rank must build the same module; "
+            "look for code that branches on the rank or on real values.",
+            phase="agree",
+            key=got.fqn,
+            expected=expected,
+            got=came,
+        )
+
+
+def _compare_names(wanted: list[str], mine: list[str]) -> None:
+    if wanted == mine:
+        return
+    if sorted(wanted) == sorted(mine):
+        index = next(i for i, (a, b) in enumerate(zip(wanted, mine, strict=True)) if a != b)
+        raise LayoutError(
+            f"Parameters are registered in another order than on rank 0: place {index} is {wanted[index]} there and "
+            f"{mine[index]} here. FSDP pairs parameters by position, so the values would be mixed up in silence; build "
+            "the module in the same order on every rank.",
+            phase="agree",
+            key=mine[index],
+            expected=wanted[index],
+            got=mine[index],
+        )
+    missing, extra = sorted(set(wanted) - set(mine)), sorted(set(mine) - set(wanted))
+    raise LayoutError(
+        f"The module differs from rank 0's: {len(missing)} names are missing here ({', '.join(missing[:3]) or 'none'}), "
+        f"{len(extra)} are only here ({', '.join(extra[:3]) or 'none'}). Every rank must build the same module.",
+        phase="agree",
+        key=(missing + extra)[0],
+        expected=f"{len(wanted)} parameters and buffers",
+        got=f"{len(mine)}",
+    )
+
+
+def _match_ties(module: nn.Module, wanted: list[Slot]) -> None:
+    """Make tensors shared where rank 0 shares them, and separate where it does not."""
+    held = {slot.fqn: (slot, tensor) for slot, tensor in _registered(module)}
+    for want in wanted:
+        slot, tensor = held[want.fqn]
+        if slot.tie == want.tie:
+            continue
+        if want.tie != want.fqn:  # tied on rank 0, not here
+            set_tensor(module, want.fqn, held[want.tie][1])
+        elif slot.real:
+            _compare_field(want, slot, "tie")
+        elif slot.kind == "parameter":
+            set_tensor(module, want.fqn, nn.Parameter(torch.empty_like(tensor), requires_grad=tensor.requires_grad))
+        else:
+            set_tensor(module, want.fqn, torch.empty_like(tensor))
+        held = {s.fqn: (s, t) for s, t in _registered(module)}
+
+
+def meta_leftovers(module: nn.Module) -> list[str]:
+    """Names of all parameters, buffers and plain tensor attributes that are still on meta."""
+    return [slot.fqn for slot, tensor in named_slots(module) if tensor.is_meta]
+
+
+def check_shell(module: nn.Module, agreement: Agreement) -> None:
+    """Refuse a module that was built for real on a rank other than 0: it "did not honor meta initialization".
+
+    Small real parameters are fine, such as layers that a hook has added; more than half of the bytes is no shell.
+    """
+    unique = {slot.tie: tensor for slot, tensor in named_slots(module) if slot.kind == "parameter"}
+    real = {fqn: tensor for fqn, tensor in unique.items() if not tensor.is_meta and not isinstance(tensor, DTensor)}
+    if not agreement.leader and 2 * sum(t.nbytes for t in real.values()) > sum(t.nbytes for t in unique.values()):
+        names = sorted(real)
+        raise LayoutError(
+            f"The module did not honor meta initialization: {len(names)} of {len(unique)} parameters "
+            f"({', '.join(names[:3])}, ...) are real on a rank other than 0, so every rank has already held the model. "
+            "Build it under metashard.init_context() or with metashard.from_pretrained().",
+            phase="agree",
+            key=names[0],
+            expected="parameters on the meta device",
+            got="real parameters",
+        )

@@ -1,0 +1,465 @@
+"""Load a component straight into FSDP2 shards: the way of the data, top to bottom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from metashard import fill
+from metashard.agree import Agreement, mesh_ranks
+from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
+from metashard.component import Component, fetch, resolve_component
+from metashard.errors import ComponentError, LayoutError, ShardError
+from metashard.fill.target import Job
+from metashard.layout import Slot, agree_on_layout, check_shell, named_slots
+from metashard.mapping import Mapping as EntryMapping
+from metashard.mapping import apply_dtypes, map_entries, missing_error
+from metashard.policy import LoadPolicy, ShardPolicy
+from metashard.report import LoadReport, RankReport, Recorder
+from metashard.shard import allocate, average_replicated_grads, check_mesh, mesh_device, shard_module, take_real
+from metashard.shell import build_shell
+from metashard.verify import check_loaded
+
+
+def load_component(
+    checkpoint: str | Path,
+    component: str | None = None,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    lora: Any = None,
+    prepare: Callable[[nn.Module], nn.Module | None] | None = None,
+    shard: ShardPolicy = ShardPolicy(),
+    load: LoadPolicy = LoadPolicy(),
+    variant: str | None = None,
+    revision: str | None = None,
+    output_loading_info: bool = False,
+) -> Any:
+    """Load one component of a checkpoint into FSDP2 shards; call it on every rank of `mesh`.
+
+    The result equals ``from_pretrained(..., dtype)`` of the component's own class bit for bit: parameters, buffers, dtypes
+    (fp32 pins too) and ties.
+
+    Args:
+        checkpoint: A pipeline folder with model_index.json, a folder that is one model, or a Hub id.
+        component: Name of the component in it ("transformer"); None for a folder that is one model.
+        mesh: One axis (FSDP) or two named ones (HSDP: replicate, shard). Its first rank is the load's rank 0.
+        dtype: As `from_pretrained` takes it. None: diffusers' own default (fp32), transformers' config.
+        lora: Adapters to add, see `LoraSpec`.
+        prepare: Called with the module on every rank before adapters and sharding: gradient checkpointing, an attention
+            backend, extra layers. Parameters are on meta on ranks other than 0 and, in `direct` and `stream`, on rank 0;
+            real parameters that it adds are taken from rank 0. May return another module.
+        shard: How to cut the module into FSDP groups.
+        load: How the bytes come in.
+        variant: Weight variant, such as "fp16".
+        revision: Hub revision.
+        output_loading_info: Return (module, LoadReport) instead of the module.
+
+    Returns:
+        The sharded module in eval mode, or (module, LoadReport).
+
+    Memory:
+        `direct`, `stream`: a rank's shards and buffers plus `load.staging_bytes`. `rank0`: on rank 0 the full model too.
+
+    Raises:
+        MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
+    """
+    check_mesh(mesh)
+    run = _Run(mesh, shard, load)
+    with run.recorder:
+        found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
+        headers = _read_headers(run, found)
+        with run.phase("build"):
+            module = build_shell(found.cls, found.config, library=found.library, dtype=_build_dtype(found, headers, dtype))
+        mapping = run.on_leader("plan", lambda: _map(module, found, headers, run.load))
+        strategy, reason = _choose(run, found, headers, mapping, folder, lora)
+        with run.phase("build"):
+            if strategy == "rank0":
+                module, mapping = _load_on_leader(run, module, found, headers, mapping, dtype)
+                entries: dict[int, Entry] = {}
+            else:
+                build_dtype = _build_dtype(found, headers, dtype)
+                pins = getattr(found.cls, "_keep_in_fp32_modules", None) or ()
+                apply_dtypes(module, mapping, library=found.library, dtype=build_dtype, pins=pins)
+                entries = _by_identity(module, mapping)
+        held = [tensor for _, tensor in named_slots(module)]  # keeps the identities that `entries` goes by
+        with run.phase("prepare"):
+            if prepare is not None:
+                module = prepare(module) or module
+        with run.phase("adapters"):
+            if lora is not None:
+                from metashard.lora import inject
+
+                module = inject(module, lora, real=run.agreement.leader)
+        sources = {slot.tie: entries[id(tensor)] for slot, tensor in named_slots(module) if id(tensor) in entries}
+        del held, entries
+        report = _shard_and_fill(run, module, sources, headers, folder, strategy, reason, mapping)
+    return (module, report) if output_loading_info else module
+
+
+def load_components(
+    checkpoint: str | Path, names: Iterable[str], *, output_loading_info: bool = False, **kwargs: Any
+) -> Any:
+    """Load several components one after another, so that the peak is the largest of them and not their sum.
+
+    Args:
+        checkpoint: A pipeline folder or Hub id.
+        names: Components, in the order to load them.
+        output_loading_info: Return (modules, reports), both by name.
+        **kwargs: As `load_component` takes them, the same for all.
+
+    Returns:
+        The modules by name.
+    """
+    loaded = {name: load_component(checkpoint, name, output_loading_info=True, **kwargs) for name in names}
+    modules = {name: module for name, (module, _) in loaded.items()}
+    return (modules, {name: report for name, (_, report) in loaded.items()}) if output_loading_info else modules
+
+
+def wrap_model(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    shard: ShardPolicy = ShardPolicy(),
+    load: LoadPolicy = LoadPolicy(),
+    output_loading_info: bool = False,
+) -> Any:
+    """Shard a module that is real on rank 0 and a shell elsewhere: the wrap-model call of a trainer.
+
+    Agrees on dtypes, ties and layout, shards on meta, allocates each shard once and fills it from rank 0. Rank 0's full
+    tensors are freed one by one as they are sent, unless the caller holds them.
+
+    Args:
+        module: From `metashard.from_pretrained`, or built under `metashard.init_context`.
+        mesh: As in `load_component`.
+        shard: How to cut the module into FSDP groups.
+        load: `transport`, `staging_bytes`, `timeout` and `progress` apply.
+        output_loading_info: Return (module, LoadReport).
+
+    Returns:
+        The same module, sharded in place, or (module, LoadReport).
+
+    Raises:
+        MetaShardError: As `load_component` does.
+    """
+    check_mesh(mesh)
+    run = _Run(mesh, shard, load)
+    with run.recorder:
+        report = _shard_and_fill(run, module, {}, None, None, "rank0", "a module built by the caller", EntryMapping())
+    return (module, report) if output_loading_info else module
+
+
+@dataclass
+class _Run:
+    """What every step of one load shares."""
+
+    mesh: DeviceMesh
+    shard: ShardPolicy
+    load: LoadPolicy
+
+    def __post_init__(self) -> None:
+        self.device = mesh_device(self.mesh)
+        self.recorder = Recorder(self.device)
+        self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
+        with self.agreement.phase("resolve"):
+            pass  # everyone is here
+        policies = self.agreement.gather(self.load)
+        if any(policy != policies[0] for policy in policies):
+            rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
+            raise LayoutError(
+                f"Ranks were given different load policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
+                rank=rank,
+                phase="resolve",
+                expected=policies[0],
+                got=policies[rank],
+            )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body and agree on how it went."""
+        with self.recorder.phase(name), self.agreement.phase(name):
+            yield
+
+    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value made on rank 0, or its failure, on every rank."""
+        with self.recorder.phase(name):
+            return self.agreement.on_leader(name, make)
+
+
+def _resolve(
+    run: _Run, checkpoint: str | Path, component: str | None, *, variant: str | None, revision: str | None
+) -> tuple[Component, Path]:
+    """The component, as rank 0 sees it, and this rank's folder of it (which may not exist on this rank)."""
+    pickles = run.load.allow_pickle
+    is_folder = run.on_leader("resolve", lambda: Path(checkpoint).exists())
+    root = Path(checkpoint)
+    if not is_folder:
+        first = run.agreement.node_leader()
+        for downloads in (True, False):  # one download a node, the others find it in the cache
+            with run.phase("resolve"):
+                if first is downloads:
+                    root = fetch(
+                        checkpoint,
+                        component,
+                        variant=variant,
+                        revision=revision,
+                        local_files_only=not downloads,
+                        allow_pickle=pickles,
+                    )
+
+    def resolve() -> tuple[Component, Path]:
+        made = resolve_component(root, component, variant=variant, allow_pickle=pickles)
+        if made.quantization is not None:
+            raise ComponentError(
+                f"The component is quantised ({made.quantization}); its packed weights cannot be sharded as plain tensors. "
+                "Load the unquantised checkpoint, or quantise after sharding.",
+                phase="resolve",
+                expected="unquantised weights",
+                got=made.quantization,
+            )
+        return made, made.folder.relative_to(root)
+
+    found, inside = run.on_leader("resolve", resolve)
+    return found, root / inside
+
+
+def _read_headers(run: _Run, found: Component) -> Checkpoint | None:
+    """The headers, read on rank 0 and sent to all; None for pickled weights."""
+    if found.format == "pickle":
+        return None
+    made: Checkpoint = run.on_leader("headers", lambda: read_checkpoint(found.folder, found.files, found.weight_map))
+    return made
+
+
+def _build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that the library builds under: transformers' "auto" is the config's, else the first floating weight's."""
+    if found.library != "transformers" or dtype is not None:
+        return dtype
+    named = found.config.get("dtype") or found.config.get("torch_dtype")
+    if named is not None:
+        return getattr(torch, str(named).removeprefix("torch."))  # type: ignore[no-any-return]
+    floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
+    return next(floating, None)
+
+
+def _map(module: nn.Module, found: Component, headers: Checkpoint | None, load: LoadPolicy) -> EntryMapping:
+    if headers is None:
+        return EntryMapping(reason="the weights are pickled")
+    mapping = map_entries(module, headers, library=found.library)
+    if mapping.reason is None and mapping.missing:
+        if load.missing == "error":
+            raise missing_error(mapping.missing, found.name or found.class_name, phase="plan")
+        return EntryMapping(missing=mapping.missing, reason=f"{len(mapping.missing)} missing tensors take their own init")
+    return mapping
+
+
+def _choose(
+    run: _Run, found: Component, headers: Checkpoint | None, mapping: EntryMapping, folder: Path, lora: Any
+) -> tuple[str, str]:
+    """The strategy and why, from facts that all ranks share."""
+    asked = run.load.strategy
+    obstacle = mapping.reason
+    if obstacle is None and lora is not None:
+        from metashard.lora import needs_base_weights
+
+        obstacle = needs_base_weights(lora)
+    if obstacle is not None:
+        if asked in ("direct", "stream"):
+            raise ComponentError(
+                f'Strategy "{asked}" cannot load this: {obstacle}. Use strategy "rank0" or "auto".',
+                phase="plan",
+                expected="one entry for every parameter",
+                got=obstacle,
+            )
+        return "rank0", "asked for" if asked == "rank0" else obstacle
+    assert headers is not None
+    visible = run.agreement.gather(_sees(folder, headers))
+    blind = [rank for rank, sees in enumerate(visible) if not sees]
+    if asked == "auto":
+        if not blind:
+            return "direct", "every rank sees the files and every parameter is one entry"
+        return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files"
+    if asked == "direct" and blind:
+        raise ComponentError(
+            f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the sizes that '
+            'rank 0 sees. Use "stream" or "auto".',
+            rank=blind[0],
+            phase="plan",
+            file=str(folder),
+        )
+    return asked, "asked for"
+
+
+def _sees(folder: Path, headers: Checkpoint) -> bool:
+    try:
+        return all((folder / name).stat().st_size == size for name, size in headers.sizes.items())
+    except OSError:
+        return False
+
+
+def _load_on_leader(
+    run: _Run,
+    shell: nn.Module,
+    found: Component,
+    headers: Checkpoint | None,
+    mapping: EntryMapping,
+    dtype: torch.dtype | None,
+) -> tuple[nn.Module, EntryMapping]:
+    """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
+    if not run.agreement.leader:
+        return shell, mapping
+    del shell
+    module, info = found.cls.from_pretrained(
+        str(found.folder),
+        **{"torch_dtype" if found.library == "diffusers" else "dtype": dtype},
+        variant=found.variant,
+        use_safetensors=found.format == "safetensors",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if headers is not None:
+        run.recorder.add(bytes_read=headers.nbytes)
+    missing = sorted(info.get("missing_keys") or ())
+    if missing and run.load.missing == "error":
+        raise missing_error(missing, found.name or found.class_name, phase="build")
+    if missing:
+        _own_init(module, missing, found, dtype)
+    return module, EntryMapping(missing=tuple(missing), unexpected=tuple(sorted(info.get("unexpected_keys") or ())))
+
+
+def _own_init(module: nn.Module, missing: list[str], found: Component, dtype: torch.dtype | None) -> None:
+    """Give tensors that the checkpoint lacks the values that a newly built module has (transformers does so itself)."""
+    from metashard.layout import set_tensor
+
+    left = {slot.fqn: slot for slot, tensor in named_slots(module) if tensor.is_meta and slot.fqn in set(missing)}
+    if not left:
+        return
+    fresh = found.cls.from_config(dict(found.config))
+    state = fresh.state_dict()
+    for fqn, slot in left.items():
+        value = state[fqn].to(dtype if dtype is not None and slot.dtype.is_floating_point else slot.dtype)
+        set_tensor(module, fqn, nn.Parameter(value, slot.requires_grad) if slot.kind == "parameter" else value)
+
+
+def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
+    """id of a tensor -> its entry: hooks and adapters may rename what they keep, and replace what they want anew."""
+    return {
+        id(tensor): mapping.sources[slot.tie]
+        for slot, tensor in named_slots(module)
+        if slot.persistent and slot.tie in mapping.sources
+    }
+
+
+def _shard_and_fill(
+    run: _Run,
+    module: nn.Module,
+    sources: Mapping[str, Entry],
+    headers: Checkpoint | None,
+    folder: Path | None,
+    strategy: str,
+    reason: str,
+    mapping: EntryMapping,
+) -> LoadReport:
+    """From a module that is a shell, or real on rank 0, to checked shards."""
+    ignored = _ignored(run, module)
+    with run.phase("agree"):
+        slots = agree_on_layout(module, run.agreement)
+        check_shell(module, run.agreement)
+        _check_sources(slots, sources)
+    with run.phase("shard"):
+        real = take_real(module)
+        shard_module(module, run.mesh, run.shard, ignored)
+        if not run.agreement.leader:
+            real = {}
+    with run.phase("allocate"):
+        allocate(module, run.mesh, run.shard)
+    with _progress(run, module) as advance:
+        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, folder, advance)
+        fill.fill(module, slots, job, strategy=strategy, sources=sources, headers=headers, real=real)
+    with run.phase("check"):
+        check_loaded(module, {slot.fqn: slot.tie for slot in slots if slot.kind != "attribute"})
+        average_replicated_grads(module, run.mesh, ignored)
+    return _report(run, module, strategy, reason, mapping)
+
+
+def _ignored(run: _Run, module: nn.Module) -> set[str]:
+    """FQNs of the parameters that stay replicated: those of the policy, and 0-d ones, which FSDP cannot shard."""
+    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind == "parameter"]
+    asked = set(run.shard.ignored_params or ())
+    with run.phase("agree"):
+        names = {item for item in asked if isinstance(item, str)} | {
+            slot.fqn for slot, tensor in slots if any(item is tensor for item in asked if not isinstance(item, str))
+        }
+        unknown = sorted(names - {slot.fqn for slot, _ in slots})
+        if unknown:
+            raise ShardError(
+                f"ignored_params names {unknown[0]}, which is no parameter of {type(module).__name__}.",
+                phase="agree",
+                key=unknown[0],
+            )
+    ties = {slot.tie for slot, _ in slots if slot.fqn in names or not slot.shape}
+    return {slot.fqn for slot, _ in slots if slot.tie in ties}
+
+
+def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:
+    """Everything that is registered must come from an entry or from rank 0."""
+    lost = [s.fqn for s in slots if s.kind != "attribute" and not s.real and s.tie not in sources]
+    if lost:
+        raise LayoutError(
+            f"{len(lost)} tensors have no source: {', '.join(lost[:5])}. They are on the meta device on rank 0 and no entry "
+            "of the checkpoint is theirs; layers that a hook adds must be real on rank 0.",
+            phase="agree",
+            key=lost[0],
+            expected="an entry of the checkpoint, or a real tensor on rank 0",
+            got="neither",
+        )
+
+
+@contextmanager
+def _progress(run: _Run, module: nn.Module) -> Iterator[Callable[[int], None]]:
+    wanted = run.load.progress if run.load.progress is not None else sys.stderr.isatty()
+    if not (wanted and run.agreement.leader):
+        yield lambda nbytes: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=_resident(module), unit="B", unit_scale=True, unit_divisor=1024, desc="shards of rank 0") as bar:
+        yield bar.update
+
+
+def _resident(module: nn.Module) -> int:
+    from metashard.fill.bytes import flat_local
+
+    unique = {slot.tie: tensor for slot, tensor in named_slots(module) if slot.kind != "attribute"}
+    return sum(flat_local(tensor).nbytes for tensor in unique.values())
+
+
+def _report(run: _Run, module: nn.Module, strategy: str, reason: str, mapping: EntryMapping) -> LoadReport:
+    mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(_resident(module)), run.recorder.phases)
+    gathered = run.agreement.gather(mine)
+    counts: dict[str, int] = {}
+    for slot, _ in named_slots(module):
+        if slot.kind != "attribute" and slot.tie == slot.fqn:
+            name = str(slot.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + 1
+    names = [name for name in gathered[0][1]]
+    missing, unexpected = run.agreement.from_leader((mapping.missing, mapping.unexpected))
+    return LoadReport(
+        strategy=strategy,
+        reason=reason,
+        world_size=len(gathered),
+        phases={name: max(phases.get(name, 0.0) for _, phases in gathered) for name in names},
+        ranks=tuple(rank for rank, _ in gathered),
+        dtype_counts=dict(sorted(counts.items())),
+        missing=missing,
+        unexpected=unexpected,
+        transport=run.load.transport,
+    )

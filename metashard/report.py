@@ -1,0 +1,164 @@
+"""What one load did: phases, bytes, peaks, dtypes, strategy and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did in one load; all figures in bytes.
+
+    Args:
+        bytes_read: Read from weight files by metashard. What the library reads by itself (rank 0 in strategy `rank0`)
+            counts as the weight bytes of its files.
+        bytes_sent: Sent to other ranks, counted once a receiver.
+        bytes_received: Received from other ranks, padding aside.
+        bytes_resident: Shards, replicated parameters and buffers that this rank holds at the end.
+        peak_host_bytes: Highest anonymous host memory above its value at the start of the load, sampled.
+        peak_device_bytes: Highest allocated accelerator memory above its value at the start; 0 on CPU.
+    """
+
+    bytes_read: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_resident: int = 0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one load did, the same on every rank. `str()` prints a table.
+
+    Args:
+        strategy: The strategy that was used.
+        reason: Why this one.
+        world_size: Number of ranks.
+        phases: Seconds of each phase, the slowest rank's.
+        ranks: One entry a rank.
+        dtype_counts: Parameters and buffers by dtype.
+        missing: Names that the checkpoint did not hold.
+        unexpected: Keys of the checkpoint that nothing took.
+        transport: How tensors left rank 0.
+    """
+
+    strategy: str
+    reason: str
+    world_size: int
+    phases: dict[str, float]
+    ranks: tuple[RankReport, ...]
+    dtype_counts: dict[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    transport: str = "scatter"
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the phases."""
+        return sum(self.phases.values())
+
+    def to_json(self) -> str:
+        """The report as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"metashard: {self.strategy} on {self.world_size} ranks in {self.seconds:.2f} s: {self.reason}"]
+        lines.append("  phase       seconds")
+        lines += [f"  {name:<11} {seconds:7.3f}" for name, seconds in self.phases.items()]
+        lines.append("  rank       read       sent   received   resident  peak host  peak device")
+        for rank, entry in enumerate(self.ranks):
+            figures = (getattr(entry, name) for name in RankReport.__dataclass_fields__)
+            lines.append(f"  {rank:<4} " + " ".join(f"{_size(value):>10}" for value in figures))
+        lines.append("  dtypes      " + ", ".join(f"{count} {name}" for name, count in self.dtype_counts.items()))
+        for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                lines.append(f"  {title:<11} {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+        return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def anonymous_host_bytes() -> int:
+    """Anonymous resident memory of this process (0 where /proc does not tell)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            _, resident, shared = (int(word) for word in statm.read().split()[:3])
+    except OSError:
+        return 0
+    return (resident - shared) * _PAGE
+
+
+class Recorder:
+    """Collects one rank's figures while a load runs. Use it as a context: it samples memory until it is left."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: dict[str, float] = {}
+        self.counts = RankReport()
+        self._device = device
+        self._start_host = self._peak_host = 0
+        self._start_device = 0
+        self._stop = threading.Event()
+        self._sampler: threading.Thread | None = None
+
+    def __enter__(self) -> Recorder:
+        self._start_host = self._peak_host = anonymous_host_bytes()
+        if self._device.type != "cpu":
+            memory = torch.get_device_module(self._device.type)
+            memory.reset_peak_memory_stats()
+            self._start_device = memory.memory_allocated()
+        self._sampler = threading.Thread(target=self._sample, name="metashard-memory", daemon=True)
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._sampler is not None:
+            self._sampler.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self._peak_host = max(self._peak_host, anonymous_host_bytes())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as phase `name`; bodies of one name add up."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def add(self, **counts: int) -> None:
+        """Add to the figures of this rank, by the names of `RankReport`."""
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in counts.items()})
+
+    def finish(self, bytes_resident: int) -> RankReport:
+        """This rank's figures up to now."""
+        peak_host = max(self._peak_host, anonymous_host_bytes()) - self._start_host
+        peak_device = 0
+        if self._device.type != "cpu":
+            memory: Any = torch.get_device_module(self._device.type)
+            peak_device = memory.max_memory_allocated() - self._start_device
+        return replace(
+            self.counts, bytes_resident=bytes_resident, peak_host_bytes=max(0, peak_host), peak_device_bytes=peak_device
+        )

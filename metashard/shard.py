@@ -1,0 +1,339 @@
+"""Cut a meta module into FSDP2 groups and give every shard its memory, once.
+
+[Note: dtype groups]
+FSDP2 all-gathers and reduces a group's trainable parameters in one dtype and refuses a mixture of them ("uniform original
+parameter dtype"): fp32 pins in a bf16 model, which may be bare parameters of a block, fail in the first forward. Frozen
+mixtures are fine. `fully_shard` makes a second group inside one module for parameters whose `shard_placement_fn` names
+another mesh; a mesh over the same ranks with a process group of its own is such a mesh. So each further trainable dtype
+of a module gets its own mesh, made once, and is gathered and reduced apart, in its own dtype.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from metashard import _compat
+from metashard.agree import mesh_ranks
+from metashard.errors import ShardError
+from metashard.layout import named_slots, set_tensor
+from metashard.plan import Box, Sharding, whole
+from metashard.policy import ShardPolicy, WrapRule
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Device of this rank on `mesh`: the mesh's type and the current device of it, never one made from the rank."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse what `fully_shard` cannot take, before any work is done."""
+    if mesh.ndim not in (1, 2):
+        raise ShardError(
+            f"The mesh has {mesh.ndim} axes; expected one (FSDP) or two (HSDP: replicate, shard). Pass the sub-mesh, such "
+            'as mesh["dp"].',
+            phase="resolve",
+            expected="1 or 2 axes",
+            got=mesh.ndim,
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ShardError(
+            'A two-axis mesh needs names: init_device_mesh(type, shape, mesh_dim_names=("replicate", "shard")).',
+            phase="resolve",
+        )
+    if dist.get_rank() not in mesh_ranks(mesh):
+        raise ShardError(f"This rank, {dist.get_rank()}, is not in the mesh {mesh}.", phase="resolve")
+
+
+def find_blocks(module: nn.Module, wrap: WrapRule | None) -> list[str]:
+    """Names of the modules that become FSDP groups of their own, children before parents.
+
+    Raises:
+        ShardError: The rule matches nothing; the message says what to pass.
+    """
+    named = {name: sub for name, sub in module.named_modules() if name}  # shared modules once
+    wrappable = {name: sub for name, sub in named.items() if not isinstance(sub, (nn.ModuleList, nn.ModuleDict))}
+    if callable(wrap) and not isinstance(wrap, type):
+        chosen = [name for name, sub in wrappable.items() if wrap(sub)]
+    elif wrap is not None:
+        rule = tuple(wrap)
+        if not rule:
+            return []
+        chosen = _by_class(wrappable, rule)
+    else:
+        chosen = (
+            _by_class(wrappable, getattr(module, "_no_split_modules", None) or ())
+            or _by_class(wrappable, getattr(module, "_repeated_blocks", None) or ())
+            or _repeated(module)
+        )
+    if not chosen:
+        classes = Counter(type(sub).__name__ for sub in wrappable.values() if any(True for _ in sub.children()))
+        common = ", ".join(f"{name} ({count})" for name, count in classes.most_common(6)) or "none with children"
+        what = f"The wrap rule {wrap!r} matches no module" if wrap is not None else "Found no repeated blocks to wrap"
+        raise ShardError(
+            f"{what} of {type(module).__name__}; as one single FSDP group it would be gathered whole. Pass "
+            f"ShardPolicy(wrap=(class names or classes)), or wrap=() to ask for one group. Its modules: {common}.",
+            phase="shard",
+            expected="at least one module to wrap",
+            got=0,
+        )
+    return sorted(_without_ties_across(module, chosen), key=lambda name: -name.count("."))
+
+
+def _by_class(named: dict[str, nn.Module], rule: Iterable[str | type]) -> list[str]:
+    names = {item for item in rule if isinstance(item, str)}
+    classes = tuple(item for item in rule if isinstance(item, type))
+    return [name for name, sub in named.items() if type(sub).__name__ in names or isinstance(sub, classes)]
+
+
+def _repeated(module: nn.Module) -> list[str]:
+    """Outermost non-leaf children of containers whose class occurs there at least twice."""
+    candidates: list[tuple[str, nn.Module]] = []
+
+    def walk(sub: nn.Module, prefix: str) -> None:
+        for name, child in sub.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            is_block = isinstance(sub, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+            if is_block and any(True for _ in child.children()) and any(True for _ in child.parameters()):
+                candidates.append((path, child))
+            else:
+                walk(child, path)
+
+    walk(module, "")
+    count = Counter(type(child) for _, child in candidates)
+    blocks = [path for path, child in candidates if count[type(child)] >= 2]
+    if blocks:
+        return blocks
+    return [f"{path}.{inner}" for path, child in candidates for inner in _repeated(child)]
+
+
+def _group_of(name: str, chosen: set[str]) -> str:
+    """The nearest chosen ancestor of a module name, or "" for the root's group."""
+    while name and name not in chosen:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _without_ties_across(module: nn.Module, chosen: list[str]) -> set[str]:
+    """Drop blocks that share a parameter with another group: `fully_shard` would untie them in silence."""
+    kept = set(chosen)
+    owners: dict[str, list[str]] = defaultdict(list)
+    for slot, _ in named_slots(module):
+        if slot.kind == "parameter":
+            owners[slot.tie].append(slot.fqn.rpartition(".")[0])
+    shared = [names for names in owners.values() if len(names) > 1]
+    while conflict := next((g for g in ({_group_of(n, kept) for n in names} for names in shared) if len(g) > 1), None):
+        kept -= {max(conflict, key=lambda name: (name.count("."), name))}
+    return kept
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, ignored: set[str]) -> None:
+    """`fully_shard` the blocks, then the root. Parameters must be on meta; `ignored` FQNs stay replicated.
+
+    Raises:
+        ShardError: Nothing to wrap, or the module is sharded already.
+    """
+    already = [name or "(root)" for name, sub in module.named_modules() if isinstance(sub, FSDPModule)]
+    if already:
+        raise ShardError(
+            f"{already[0]} is already sharded. Load and wrap a module once; add adapters before wrap_model.",
+            phase="shard",
+            key=already[0],
+        )
+    blocks = find_blocks(module, policy.wrap)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    groups = _dtype_groups(parameters, set(blocks), ignored)
+    kwargs: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": policy.reshard_after_forward,
+        "mp_policy": policy.mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": policy.offload_policy or OffloadPolicy(),
+        "ignored_params": {parameters[fqn] for fqn in ignored},
+        "shard_placement_fn": policy.shard_placement_fn,
+    }
+    if groups:
+        infos = [_mesh_info(_own_mesh(mesh, number)) for number in range(max(groups.values()))]
+        kwargs["shard_placement_fn"] = _placement_by_dtype(
+            {id(parameters[fqn]): infos[number - 1] for fqn, number in groups.items()}, policy.shard_placement_fn
+        )
+    for name in [*blocks, ""]:
+        fully_shard(module.get_submodule(name), **kwargs)
+    # Autoencoders are called through these as well as through forward; without it they would see sharded parameters.
+    for method in ("encode", "decode"):
+        if callable(getattr(module, method, None)):
+            register_fsdp_forward_method(module, method)
+
+
+def _dtype_groups(parameters: dict[str, nn.Parameter], blocks: set[str], ignored: set[str]) -> dict[str, int]:
+    """FQN -> number (from 1) of the further dtype group it belongs to; see [Note: dtype groups]."""
+    bytes_by_dtype: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    trainable = {fqn: p for fqn, p in parameters.items() if p.requires_grad and fqn not in ignored}
+    for fqn, parameter in trainable.items():
+        bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)][parameter.dtype] += parameter.nbytes
+    numbers: dict[str, int] = {}
+    for fqn, parameter in trainable.items():
+        order = sorted(bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)].items(), key=lambda x: (-x[1], str(x[0])))
+        number = [dtype for dtype, _ in order].index(parameter.dtype)
+        if number:
+            numbers[fqn] = number
+    return numbers
+
+
+def _placement_by_dtype(
+    infos: dict[int, Any], user_fn: Callable[[nn.Parameter], Any] | None
+) -> Callable[[nn.Parameter], Any]:
+    def place(parameter: nn.Parameter) -> Any:
+        placement = user_fn(parameter) if user_fn is not None else None
+        info = infos.get(id(parameter))
+        if info is None or not isinstance(placement, (Shard, type(None))):
+            return placement
+        return _compat.ShardPlacementResult(placement=placement, mesh_info=info)
+
+    return place
+
+
+_own_meshes: dict[tuple[int, int], tuple[DeviceMesh, DeviceMesh]] = {}
+
+
+def _own_mesh(mesh: DeviceMesh, number: int) -> DeviceMesh:
+    """A mesh over the same ranks with process groups of its own, made once for a mesh and number. Collective."""
+    key = (id(mesh), number)
+    if key not in _own_meshes or _own_meshes[key][0] is not mesh:
+        groups = []
+        for axis in range(mesh.ndim):
+            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+            groups.append(dist.new_group(ranks, use_local_synchronization=True))
+        twin = DeviceMesh.from_group(
+            groups if mesh.ndim > 1 else groups[0],
+            mesh.device_type,
+            mesh=mesh.mesh if mesh.ndim > 1 else None,
+            mesh_dim_names=mesh.mesh_dim_names,
+        )
+        _own_meshes[key] = (mesh, twin)
+    return _own_meshes[key][1]
+
+
+def _mesh_info(mesh: DeviceMesh) -> Any:
+    if mesh.ndim == 1:
+        return _compat.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return _compat.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def take_real(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Put every real parameter on meta and return the real ones by the FQN of their tie group.
+
+    On rank 0 they are what is sent; on other ranks they are dropped. The module is then the same on every rank, and
+    whoever pops a tensor from the dictionary and drops it frees its memory.
+    """
+    taken: dict[str, torch.Tensor] = {}
+    on_meta: dict[str, nn.Parameter] = {}
+    for slot, tensor in named_slots(module):
+        if slot.kind != "parameter" or tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if slot.tie not in taken:
+            taken[slot.tie] = tensor.detach()
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            on_meta[slot.tie] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        set_tensor(module, slot.fqn, on_meta[slot.tie])
+    return taken
+
+
+def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+    """Give every shard, replicated parameter and meta buffer memory of its own size; ties and real buffers stay.
+
+    Shards go to the mesh's device, or to (pinned, if so asked) host memory under `CPUOffloadPolicy`. Contents are
+    undefined until filled.
+    """
+    device = mesh_device(mesh)
+    offload = policy.offload_policy
+    shard_kwargs: dict[str, Any] = {"device": device}
+    if isinstance(offload, CPUOffloadPolicy):
+        shard_kwargs = {"device": "cpu", "pin_memory": offload.pin_memory and device.type != "cpu"}
+
+    def materialise(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_meta and isinstance(tensor, DTensor)):
+            return tensor
+        local = torch.empty_like(tensor.to_local(), **shard_kwargs)
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    _compat.apply_to_tensors(module, materialise)
+    plain: dict[str, torch.Tensor] = {}
+    for slot, tensor in named_slots(module):
+        if slot.kind == "attribute" or not tensor.is_meta:
+            continue
+        if slot.tie not in plain:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            plain[slot.tie] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad) if slot.kind == "parameter" else empty
+            )
+        set_tensor(module, slot.fqn, plain[slot.tie])
+
+
+def sharding_of(tensor: torch.Tensor) -> tuple[Sharding, DeviceMesh | None]:
+    """How a parameter is laid over its mesh, as pure data; (replicated, None) for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return Sharding(), None
+    plain: list[tuple[int, int]] = []
+    strided: list[tuple[int, int]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _compat._StridedShard):  # cut after the axes to its right
+            strided.append((axis, placement.dim))
+        elif isinstance(placement, Shard):
+            plain.append((axis, placement.dim))
+        elif not placement.is_replicate():
+            raise ShardError(f"Unsupported placement {placement}; expected Shard or Replicate.", phase="plan")
+    return Sharding((*plain, *strided)), tensor.device_mesh
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """The part of the full tensor that this rank holds, checked against the memory it has."""
+    sharding, mesh = sharding_of(tensor)
+    if mesh is None:
+        return whole(tensor.shape)
+    box = sharding.box(tensor.shape, mesh.shape, mesh.get_coordinate() or ())
+    held = tuple(tensor.to_local().shape)  # type: ignore[attr-defined]
+    if box.numel != held_numel(held):
+        raise ShardError(f"FSDP holds {held} of {tuple(tensor.shape)}, the plan says {box.shape}.", phase="plan")
+    return box
+
+
+def held_numel(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    return torch.Size(shape).numel()
+
+
+def average_replicated_grads(module: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
+    """Average the gradients of replicated trainable parameters over the mesh, as FSDP does for its own."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+    def average(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            for group in groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(mesh.size())
+
+    for name in sorted(names):
+        if parameters[name].requires_grad:
+            parameters[name].register_post_accumulate_grad_hook(average)
