@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metashard.errors import (
+    AdapterError,
     CheckpointError,
     ComponentError,
     LayoutError,
@@ -20,6 +21,7 @@ from metashard.verify import digest_shards
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterError",
     "CheckpointError",
     "ComponentError",
     "LayoutError",

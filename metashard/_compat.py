@@ -28,6 +28,7 @@ __all__ = [
     "apply_to_tensors",
     "default_dtype",
     "diffusers_fixed_keys",
+    "ignored_by",
     "library_from_pretrained",
     "transformers_dtype_plan",
     "transformers_from_config",

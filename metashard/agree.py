@@ -13,6 +13,7 @@ disk) never trips the timeout of the group that carries data.
 from __future__ import annotations
 
 import logging
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,8 @@ class Agreement:
         """Every rank's value, in rank order. Pickled: for small Python objects only."""
         values: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, group=self.group)
-        return values
+        order = dist.get_process_group_ranks(self.group)  # ascending, which a mesh need not be
+        return [values[order.index(rank)] for rank in self.ranks]
 
     def from_leader(self, value: T | None) -> T:
         """The leader's value on every rank."""
@@ -77,7 +79,7 @@ class Agreement:
         original: BaseException | None = None
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised
             original = error
         failure = None if original is None else _as_typed(original, self.rank, name)
         try:
@@ -97,17 +99,17 @@ class Agreement:
         first = failures[0]
         first.ranks = tuple(f.rank for f in failures if f.rank is not None)
         if isinstance(original, MetaShardError) and first.rank == self.rank:
-            original.ranks, original.rank, original.phase = first.ranks, first.rank, first.phase
+            original.ranks = first.ranks
             raise original
         raise first from original
 
     def on_leader(self, name: str, make: Callable[[], T]) -> T:
         """Run `make` on the leader alone, as phase `name`; its value, or its failure, on every rank."""
-        made: T | None = None
+        packed = b""
         with self.phase(name):
             if self.leader:
-                made = make()
-        return self.from_leader(made)
+                packed = pickle.dumps(make())  # here, so that what cannot be sent fails in this phase
+        return pickle.loads(self.from_leader(packed))  # type: ignore[no-any-return]
 
     def node_leader(self) -> bool:
         """Whether this rank is the first of its host, as told by the host names of all ranks."""
@@ -116,11 +118,24 @@ class Agreement:
 
 
 def _as_typed(error: BaseException, rank: int, phase: str) -> MetaShardError:
+    """The error as it is told to the other ranks: one of ours, and fit to be sent."""
     if isinstance(error, MetaShardError):
-        typed = error
-        typed.rank = rank if typed.rank is None else typed.rank
-        typed.phase = phase if typed.phase is None else typed.phase
-        return typed
+        error.rank = rank if error.rank is None else error.rank
+        error.phase = phase if error.phase is None else error.phase
+        try:
+            pickle.loads(pickle.dumps(error))
+            return error
+        except Exception:  # noqa: BLE001 - an attribute that cannot be sent travels as text
+            kind = next(cls for cls in type(error).__mro__ if cls.__module__ == MetaShardError.__module__)
+            return kind(
+                error.message,
+                rank=error.rank,
+                phase=error.phase,
+                file=error.file,
+                key=error.key,
+                expected=repr(error.expected),
+                got=repr(error.got),
+            )
     return LoadError(
         f"{type(error).__name__}: {error}",
         rank=rank,
@@ -135,8 +150,14 @@ def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
     key = (id(world), ranks, timeout)
     if key not in _groups or _groups[key][0] is not world:
-        group = dist.new_group(
-            list(ranks), backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=True
-        )
-        _groups[key] = (world, group)
+        _groups[key] = (world, new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout)))
     return _groups[key][1]
+
+
+def new_group(ranks: Sequence[int], **kwargs: Any) -> dist.ProcessGroup:
+    """A process group over `ranks`, made by these ranks alone if they are not the whole world.
+
+    Groups that only their members make are named by how many groups a rank is in: all `ranks` must be in equally many.
+    """
+    whole = len(ranks) == dist.get_world_size()
+    return dist.new_group(list(ranks), use_local_synchronization=not whole, **kwargs)

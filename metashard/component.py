@@ -1,4 +1,4 @@
-"""A folder or hub id to one component: its class, its config and its weight files, with no weight byte read.
+"""A folder to one component: its class, its config and its weight files, with no weight byte read.
 
 Which file is loaded follows the component's own library, variant by variant (diffusers 0.42
 `ModelMixin.from_pretrained`, transformers 5.24 `_get_resolved_checkpoint_files`): diffusers prefers the index to a
@@ -8,19 +8,17 @@ repository's own code (`auto_map`) is not.
 
 from __future__ import annotations
 
-import functools
-import glob
 import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from metashard.checkpoint import check_file_name, read_json
-from metashard.errors import CheckpointError, ComponentError, LoadError
+from metashard.errors import CheckpointError, ComponentError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ _NO_WEIGHTS = re.compile(
     r"(Scheduler|Tokenizer|TokenizerFast|Processor|ProcessorFast|FeatureExtractor|Guidance|Guider)$"
 )
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".flashpack"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,9 @@ class Component:
             module = importlib.import_module(self.library)
             found = getattr(module, self.class_name, None)
         except ImportError as cause:
-            raise _error(f"{self.library}.{self.class_name} cannot be imported: {cause}", file=self.folder) from cause
+            raise resolve_error(
+                f"{self.library}.{self.class_name} cannot be imported: {cause}", file=self.folder
+            ) from cause
         if found is None:
             why = (
                 "It is the repository's own code (auto_map), which metashard never runs."
@@ -86,10 +85,10 @@ class Component:
                 else f"Is a newer {self.library} needed?"
             )
             text = f"the installed {self.library} {module.__version__} has no class {self.class_name}. {why}"
-            raise _error(text, file=self.folder, expected=f"a class of {self.library}", got=self.class_name)
+            raise resolve_error(text, file=self.folder, expected=f"a class of {self.library}", got=self.class_name)
         if not (isinstance(found, type) and issubclass(found, torch.nn.Module) and hasattr(found, "from_pretrained")):
             text = f"{self.library}.{self.class_name} is not a model with weights"
-            raise _error(text, file=self.folder, expected="a module with from_pretrained", got=self.class_name)
+            raise resolve_error(text, file=self.folder, expected="a module with from_pretrained", got=self.class_name)
         return found
 
     @property
@@ -135,10 +134,10 @@ def resolve_component(
         what, hint = "does not exist", "Give a local folder, or a hub id such as 'org/name'."
         if folder.exists():
             what, hint = "is a file", "Give the folder that holds config.json and the weight files."
-        raise _error(f"{folder} {what}. {hint}", file=folder, expected="a folder", got=what)
-    place, library, class_name, config = _identify(folder, component)
+        raise resolve_error(f"{folder} {what}. {hint}", file=folder, expected="a folder", got=what)
+    place, library, class_name, config = identify(folder, component)
     names = sorted(os.listdir(place))
-    form, index, files = _choose(names, place, library, config, variant=variant, allow_pickle=allow_pickle)
+    form, index, files = choose_files(names, place, library, config, variant=variant, allow_pickle=allow_pickle)
     weight_map = None
     if index is not None:
         _check_inside(place / index, root=folder)
@@ -169,72 +168,6 @@ def resolve_component(
     )
 
 
-def fetch(
-    checkpoint: str | Path,
-    component: str | None,
-    *,
-    variant: str | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
-    allow_pickle: bool = False,
-) -> Path:
-    """Folder of a checkpoint; a hub id is downloaded first, and only this component's files.
-
-    The JSON files that say which weight files there are come first, then those, all from one commit. Weights that
-    exist as pickles only are not downloaded unless `allow_pickle`.
-
-    Args:
-        checkpoint: A local folder, returned as it is, or a hub id ("org/name", a str that is no existing path).
-        component: As for `resolve_component`.
-        variant: As for `resolve_component`.
-        revision: Branch, tag or commit on the hub.
-        local_files_only: Use what the local cache holds and never the network.
-        allow_pickle: As for `resolve_component`.
-
-    Returns:
-        The folder to give to `resolve_component`. Files that are already in the cache are not downloaded again.
-
-    Raises:
-        ComponentError: Not a folder and not a hub id; or the hub's own error (gated, not found, offline), chained.
-    """
-    if Path(checkpoint).exists():
-        return Path(checkpoint)
-    if not isinstance(checkpoint, str) or not _HUB_ID.fullmatch(checkpoint):
-        text = f"{checkpoint} does not exist. Give a local folder, or a hub id such as 'org/name'."
-        raise _error(text, file=checkpoint, expected="a folder or a hub id", got=str(checkpoint))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import DryRunError
-
-    prefix = "".join(part + "/" for part in _parts(component))
-    try:
-        jsons = [PIPELINE_INDEX, glob.escape(prefix) + CONFIG]
-        folder = Path(
-            snapshot_download(checkpoint, revision=revision, allow_patterns=jsons, local_files_only=local_files_only)
-        )
-        if local_files_only:
-            return folder
-        # The folder's name is the commit: whatever `revision` meant, all files come from that one. Listing its files
-        # needs no network where the cache knows them.
-        get: Callable[..., Any] = functools.partial(snapshot_download, checkpoint, revision=folder.name)
-        try:
-            listed = [info.filename for info in get(dry_run=True)]
-        except DryRunError as cause:
-            logger.warning("%s: the hub cannot be reached (%s); using what the local cache holds", checkpoint, cause)
-            return folder
-        place, library, _, config = _identify(folder, component)
-        inside = [name[len(prefix) :] for name in listed if name.startswith(prefix) and "/" not in name[len(prefix) :]]
-        _, index, files = _choose(inside, place, library, config, variant=variant, allow_pickle=allow_pickle)
-        if index is not None:
-            get(allow_patterns=[glob.escape(prefix + index)])
-            files = sorted(set(read_index(place / index).values()))
-        get(allow_patterns=[glob.escape(prefix + name) for name in files])
-    except LoadError:
-        raise
-    except Exception as cause:  # whatever the hub's client raises, told in our words
-        raise _hub_error(cause, checkpoint, revision, local_files_only) from cause
-    return folder
-
-
 def read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index file: key to file name.
 
@@ -254,9 +187,9 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def _identify(folder: Path, component: str | None) -> tuple[Path, str, str, dict[str, Any]]:
+def identify(folder: Path, component: str | None) -> tuple[Path, str, str, dict[str, Any]]:
     """Folder, library, class name and config of a component; see `resolve_component`."""
-    parts = _parts(component)
+    parts = name_parts(component)
     library = class_name = None
     if os.path.lexists(folder / PIPELINE_INDEX):
         library, class_name = _from_pipeline(folder, component)
@@ -270,7 +203,7 @@ def _identify(folder: Path, component: str | None) -> tuple[Path, str, str, dict
                 f"{PIPELINE_INDEX} lists {component} ({class_name}), but {folder} has no such folder. Was the "
                 "checkpoint fetched in part?"
             )
-        raise _error(text, file=place, key=component, expected=f"folder {component}", got="not there")
+        raise resolve_error(text, file=place, key=component, expected=f"folder {component}", got="not there")
     if not os.path.lexists(place / CONFIG):
         _raise_not_a_model(place)
     _check_inside(place / CONFIG, root=folder)
@@ -286,11 +219,12 @@ def _from_pipeline(folder: Path, component: str | None) -> tuple[str, str]:
     _check_inside(path, root=folder)
     index = read_json(path, what="pipeline index", phase="resolve", error=ComponentError)
     listed = {key: value for key, value in index.items() if not key.startswith("_") and _is_listing(value)}
-    loadable = sorted(key for key, (lib, cls) in listed.items() if lib in _STEMS and cls and not _weightless(cls))
+    known = {key: name for key, (library, name) in listed.items() if library in _STEMS and name}
+    loadable = sorted(key for key, name in known.items() if not _weightless(name, folder / key))
     there = f"There are: {_names(loadable)}."
 
     def wrong(message: str, got: Any) -> ComponentError:
-        return _error(f"{message} {there}", file=path, key=component, expected=loadable, got=got)
+        return resolve_error(f"{message} {there}", file=path, key=component, expected=loadable, got=got)
 
     if component is None:
         raise wrong(f"{folder} is a pipeline: say which component to load.", None)
@@ -304,7 +238,7 @@ def _from_pipeline(folder: Path, component: str | None) -> tuple[str, str]:
     if library not in _STEMS or not class_name.isidentifier():
         what = f"{component} is {library}.{class_name}, which metashard does not load"
         raise wrong(f"{what}: only classes of diffusers and transformers themselves.", listed[component])
-    if _weightless(class_name):
+    if _weightless(class_name, folder / component):
         how = f"load it with {class_name}.from_pretrained"
         raise wrong(f"{component} ({class_name}) has no weights to shard; {how}.", class_name)
     return library, class_name
@@ -325,13 +259,11 @@ def _from_config(config: dict[str, Any], path: Path) -> tuple[str, str]:
         got = name or config.get("model_type")
         known = "`_class_name` (diffusers), or `architectures` or a known `model_type` (transformers)"
         text = f"{path.name} names no class metashard knows: expected {known}, got {got!r}"
-        raise _error(text, file=path, expected=known, got=got)
-    if _weightless(name):
-        raise _error(f"{name} has no weights to shard; load it with {name}.from_pretrained.", file=path, got=name)
+        raise resolve_error(text, file=path, expected=known, got=got)
     return library, name
 
 
-def _choose(
+def choose_files(
     names: Collection[str],
     place: Path,
     library: str,
@@ -342,7 +274,7 @@ def _choose(
 ) -> tuple[str, str | None, list[str]]:
     """(format, index file or None, single file or nothing) that the library would load from a folder of these names."""
     if variant is not None and not re.fullmatch(r"[\w.\-]+", variant):
-        raise _error(
+        raise resolve_error(
             f"variant {variant!r} is not part of a file name", file=place, expected="such as fp16", got=variant
         )
     explicit = config.get("transformers_weights") if library == "transformers" else None
@@ -350,7 +282,7 @@ def _choose(
         check_file_name(explicit, source=str(place / CONFIG), phase="resolve")
         if explicit not in names or not explicit.endswith((".safetensors", ".safetensors.index.json")):
             text = f"{CONFIG} says transformers_weights = {explicit!r}, which is no safetensors file in {place}"
-            raise _error(text, file=place / CONFIG, expected="a safetensors file or its index", got=explicit)
+            raise resolve_error(text, file=place / CONFIG, expected="a safetensors file or its index", got=explicit)
         return ("safetensors", explicit, []) if explicit.endswith(".json") else ("safetensors", None, [explicit])
     safe, pickle = _STEMS[library]
     mark = f".{variant}" if variant else ""
@@ -367,7 +299,7 @@ def _choose(
             f"{place} has its weights as pickles only ({pickled[0]}). A pickle can run code when it is loaded: convert "
             "it (from_pretrained, then save_pretrained), or pass allow_pickle=True if you trust where it comes from."
         )
-        raise _error(text, file=place / pickled[0], expected=single, got=pickled[0])
+        raise resolve_error(text, file=place / pickled[0], expected=single, got=pickled[0])
     if pickled:
         is_single = pickled[0] == single_pickle
         return "pickle", None if is_single else pickled[0], [single_pickle] if is_single else []
@@ -376,11 +308,11 @@ def _choose(
         plain = "without a variant" if variant is None else f"of variant {variant!r}"
         there = sorted(repr(v) if v else "None (the plain weights)" for v in variants)
         text = f"{place} has no weights {plain}: neither {single} nor its index. Variants there: {_names(there)}."
-        raise _error(text, file=place, expected=single, got=there)
+        raise resolve_error(text, file=place, expected=single, got=there)
     weights = sorted(name for name in names if Path(name).suffix in _WEIGHT_SUFFIXES)
     adapter = " It is an adapter: pass it as `lora=`." if "adapter_config.json" in names else ""
     text = f"{place} has no weights that {library} would load: expected {single} or its index, got {_names(weights)}."
-    raise _error(text + adapter, file=place, expected=single, got=weights)
+    raise resolve_error(text + adapter, file=place, expected=single, got=weights)
 
 
 def _index_names(stem: str, suffix: str, variant: str | None) -> tuple[str, ...]:
@@ -426,14 +358,14 @@ def _check_inside(path: Path, *, root: Path) -> None:
         raise _damaged(text, path, expected=f"a file inside {root}", got=str(target))
 
 
-def _parts(component: str | None) -> tuple[str, ...]:
+def name_parts(component: str | None) -> tuple[str, ...]:
     """Folder names in a component's name; refuses names that lead out of the folder."""
     if component is None:
         return ()
     parts = tuple(component.strip("/").split("/")) if not component.startswith("/") else ("",)
     if any(part in {"", ".", ".."} or "\\" in part or "\0" in part for part in parts):
         text = f"component {component!r} is not a name inside the folder"
-        raise _error(text, key=component, expected="such as transformer", got=component)
+        raise resolve_error(text, key=component, expected="such as transformer", got=component)
     return parts
 
 
@@ -442,8 +374,9 @@ def _is_listing(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(item is None or isinstance(item, str) for item in value)
 
 
-def _weightless(class_name: str) -> bool:
-    return _NO_WEIGHTS.search(class_name) is not None
+def _weightless(class_name: str, place: Path) -> bool:
+    """Told by name: schedulers, tokenizers and processors have no config.json, as models do."""
+    return _NO_WEIGHTS.search(class_name) is not None and not (place / CONFIG).is_file()
 
 
 def _models_in(folder: Path) -> list[str]:
@@ -459,14 +392,14 @@ def _raise_not_a_model(folder: Path) -> None:
     elif "scheduler_config.json" in names or "tokenizer_config.json" in names:
         hint = " A scheduler or tokenizer has no weights to shard."
     text = f"{folder} has no {PIPELINE_INDEX} and no {CONFIG}, so it is not a model.{hint}"
-    raise _error(text, file=folder, expected=f"{PIPELINE_INDEX} or {CONFIG}", got=names[:20])
+    raise resolve_error(text, file=folder, expected=f"{PIPELINE_INDEX} or {CONFIG}", got=names[:20])
 
 
 def _names(names: Collection[str]) -> str:
     return ", ".join(list(names)[:20]) if names else "none"
 
 
-def _error(
+def resolve_error(
     message: str, *, file: Path | str | None = None, key: str | None = None, expected: Any = None, got: Any = None
 ) -> ComponentError:
     name = None if file is None else str(file)
@@ -475,24 +408,3 @@ def _error(
 
 def _damaged(message: str, path: Path, *, expected: Any, got: Any) -> CheckpointError:
     return CheckpointError(message, file=str(path), expected=expected, got=got, phase="resolve")
-
-
-def _hub_error(cause: Exception, repo: str, revision: str | None, local_files_only: bool) -> ComponentError:
-    """The hub's error in our words; the caller chains the original."""
-    from huggingface_hub import errors
-
-    at = repo if revision is None else f"{repo} at {revision}"
-    if isinstance(cause, errors.GatedRepoError):
-        text = f"{at} is gated: accept its conditions on its hub page, then log in with `hf auth login`"
-    elif isinstance(cause, errors.RepositoryNotFoundError):
-        text = f"{repo} is neither a local folder nor a repository on the hub that you may read"
-    elif isinstance(cause, errors.RevisionNotFoundError):
-        text = f"{repo} has no revision {revision!r} on the hub"
-    elif isinstance(cause, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
-        how = "local_files_only=True" if local_files_only else "the hub cannot be reached"
-        text = (
-            f"{at} is not a local folder and not in the local hub cache, and {how}. Download it where there is network"
-        )
-    else:
-        text = f"{at} cannot be fetched from the hub: {type(cause).__name__}: {cause}"
-    return _error(f"{text}.", file=repo, got=type(cause).__name__)

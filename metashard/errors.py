@@ -57,7 +57,8 @@ class MetaShardError(Exception):
 
 
 def _rebuild(cls: type[MetaShardError], message: str, state: dict[str, Any]) -> MetaShardError:
-    error = cls(message)
+    error = cls.__new__(cls)  # not its __init__: a subclass may take other arguments
+    Exception.__init__(error, message)
     error.__dict__.update(state)
     return error
 
@@ -80,3 +81,7 @@ class LayoutError(LoadError, ValueError):
 
 class ShardError(LoadError, ValueError):
     """The module cannot be sharded as asked: nothing to wrap, an unsupported placement, already sharded."""
+
+
+class AdapterError(LoadError, ValueError):
+    """An adapter cannot be added: no module matches its targets, it is made for another model, or it comes too late."""

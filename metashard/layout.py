@@ -58,11 +58,15 @@ class Plain:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[Plain]:
-    """All tensors held as plain attributes, in module order: what `parameters()` and `buffers()` never see."""
+    """All tensors held as plain attributes, in module order: what `parameters()` and `buffers()` never see.
+
+    Without those that a forward pre-hook computes anew before every forward (weight_norm, spectral_norm).
+    """
     seen: set[int] = {id(t) for t in (*module.parameters(), *module.buffers())}
     for name, sub in module.named_modules():
+        derived = {getattr(hook, "name", None) for hook in sub._forward_pre_hooks.values()}
         for attribute, value in vars(sub).items():
-            if attribute not in _OWN and not attribute.startswith("_fsdp"):
+            if attribute not in _OWN and attribute not in derived and not attribute.startswith("_fsdp"):
                 yield from _tensors_in(value, f"{name}.{attribute}" if name else attribute, seen, depth=0)
 
 
@@ -98,7 +102,15 @@ def named_slots(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
         trait = f"{tensor.placements} on {tensor.device_mesh}" if isinstance(tensor, DTensor) else ""
         tie = first.setdefault(id(tensor), fqn)
         slot = Slot(
-            fqn, kind, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, persistent, tie, not tensor.is_meta, trait
+            fqn,
+            kind,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            persistent,
+            tie,
+            not tensor.is_meta,
+            trait,
         )
         found.append((slot, tensor))
 
@@ -248,9 +260,23 @@ def _match_ties(module: nn.Module, wanted: list[Slot]) -> None:
         held = {s.fqn: (s, t) for s, t in _registered(module)}
 
 
-def meta_leftovers(module: nn.Module) -> list[str]:
-    """Names of all parameters, buffers and plain tensor attributes that are still on meta."""
-    return [slot.fqn for slot, tensor in named_slots(module) if tensor.is_meta]
+def take_real(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Put every real parameter on meta and return the real ones by the FQN of their tie group.
+
+    On rank 0 they are what is sent; on other ranks they are dropped. The module is then the same on every rank, and
+    whoever pops a tensor from the dictionary and drops it frees its memory.
+    """
+    taken: dict[str, torch.Tensor] = {}
+    on_meta: dict[str, nn.Parameter] = {}
+    for slot, tensor in named_slots(module):
+        if slot.kind != "parameter" or tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if slot.tie not in taken:
+            taken[slot.tie] = tensor.detach()
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            on_meta[slot.tie] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        set_tensor(module, slot.fqn, on_meta[slot.tie])
+    return taken
 
 
 def check_shell(module: nn.Module, agreement: Agreement) -> None:

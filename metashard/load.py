@@ -16,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from metashard import fill
 from metashard.agree import Agreement, mesh_ranks
 from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
-from metashard.component import Component, fetch, resolve_component
+from metashard.component import Component, resolve_component
 from metashard.errors import ComponentError, LayoutError, ShardError
 from metashard.fill.target import Job
-from metashard.layout import Slot, agree_on_layout, check_shell, named_slots
+from metashard.hub import fetch
+from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
 from metashard.mapping import apply_dtypes, map_entries, missing_error
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport, Recorder
-from metashard.shard import allocate, average_replicated_grads, check_mesh, mesh_device, shard_module, take_real
+from metashard.shard import allocate, average_replicated_grads, check_mesh, mesh_device, shard_module
 from metashard.shell import build_shell
 from metashard.verify import check_loaded
 
@@ -77,8 +78,10 @@ def load_component(
     with run.recorder:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
+        with run.phase("import"):
+            cls = found.cls
         with run.phase("build"):
-            module = build_shell(found.cls, found.config, library=found.library, dtype=_build_dtype(found, headers, dtype))
+            module = build_shell(cls, found.config, library=found.library, dtype=_build_dtype(found, headers, dtype))
         mapping = run.on_leader("plan", lambda: _map(module, found, headers, run.load))
         strategy, reason = _choose(run, found, headers, mapping, folder, lora)
         with run.phase("build"):
@@ -87,7 +90,7 @@ def load_component(
                 entries: dict[int, Entry] = {}
             else:
                 build_dtype = _build_dtype(found, headers, dtype)
-                pins = getattr(found.cls, "_keep_in_fp32_modules", None) or ()
+                pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
                 apply_dtypes(module, mapping, library=found.library, dtype=build_dtype, pins=pins)
                 entries = _by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module)]  # keeps the identities that `entries` goes by
@@ -245,7 +248,7 @@ def _build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtyp
         return dtype
     named = found.config.get("dtype") or found.config.get("torch_dtype")
     if named is not None:
-        return getattr(torch, str(named).removeprefix("torch."))  # type: ignore[no-any-return]
+        return getattr(torch, str(named).removeprefix("torch."))
     floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
     return next(floating, None)
 
@@ -257,7 +260,9 @@ def _map(module: nn.Module, found: Component, headers: Checkpoint | None, load: 
     if mapping.reason is None and mapping.missing:
         if load.missing == "error":
             raise missing_error(mapping.missing, found.name or found.class_name, phase="plan")
-        return EntryMapping(missing=mapping.missing, reason=f"{len(mapping.missing)} missing tensors take their own init")
+        return EntryMapping(
+            missing=mapping.missing, reason=f"{len(mapping.missing)} missing tensors take their own init"
+        )
     return mapping
 
 
@@ -393,10 +398,11 @@ def _shard_and_fill(
 def _ignored(run: _Run, module: nn.Module) -> set[str]:
     """FQNs of the parameters that stay replicated: those of the policy, and 0-d ones, which FSDP cannot shard."""
     slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind == "parameter"]
-    asked = set(run.shard.ignored_params or ())
+    asked = tuple(run.shard.ignored_params or ())
+    given = {id(item) for item in asked}
     with run.phase("agree"):
         names = {item for item in asked if isinstance(item, str)} | {
-            slot.fqn for slot, tensor in slots if any(item is tensor for item in asked if not isinstance(item, str))
+            slot.fqn for slot, tensor in slots if id(tensor) in given
         }
         unknown = sorted(names - {slot.fqn for slot, _ in slots})
         if unknown:
@@ -450,7 +456,7 @@ def _report(run: _Run, module: nn.Module, strategy: str, reason: str, mapping: E
         if slot.kind != "attribute" and slot.tie == slot.fqn:
             name = str(slot.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + 1
-    names = [name for name in gathered[0][1]]
+    names = list(gathered[0][1])
     missing, unexpected = run.agreement.from_leader((mapping.missing, mapping.unexpected))
     return LoadReport(
         strategy=strategy,

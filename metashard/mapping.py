@@ -118,7 +118,9 @@ def apply_dtypes(
     `convert_and_load_state_dict_in_model`.)
     """
     pins = tuple(pins)
-    planned = _compat.transformers_dtype_plan(module, dtype) if library == "transformers" and dtype else lambda fqn: None
+    planned = (
+        _compat.transformers_dtype_plan(module, dtype) if library == "transformers" and dtype else lambda fqn: None
+    )
 
     def wanted(slot: Slot) -> torch.dtype:
         entry = mapping.sources.get(slot.tie)

@@ -69,7 +69,7 @@ class Box:
 
     def overlap(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Runs of this box inside the elements [start, stop) of the flattened full tensor, as `runs` gives them."""
-        if self.numel == 0:
+        if self.numel == 0 or start >= stop:
             return
         count = self.numel // self.run_length
         low, high = 0, count  # the first run that ends after `start`: run starts grow with k
@@ -155,6 +155,7 @@ def fill_buckets(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[Bu
         sizes: (elements, bytes an element) of each tensor; in scatter the elements of the largest shard.
         bucket_bytes: Upper bound of a bucket; at least one element of each tensor fits.
     """
+    bucket_bytes -= bucket_bytes % _ALIGN
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0

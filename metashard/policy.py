@@ -28,8 +28,8 @@ class ShardPolicy:
         offload_policy: `CPUOffloadPolicy()` keeps parameters in host memory; buffers stay on the compute device.
         reshard_after_forward: As `fully_shard` takes it.
         shard_placement_fn: Parameter -> `Shard(dim)` or None.
-        ignored_params: Parameters to keep replicated: FQNs, as the parameter objects do not exist before the load.
-            0-d parameters always are. Their gradients are averaged over the mesh.
+        ignored_params: Parameters to keep replicated, by FQN, or the objects themselves where they exist before the load
+            (`wrap_model`). 0-d parameters always are. Their gradients are averaged over the mesh.
     """
 
     wrap: WrapRule | None = None
@@ -37,7 +37,7 @@ class ShardPolicy:
     offload_policy: OffloadPolicy | None = None
     reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
-    ignored_params: Iterable[str] | None = None
+    ignored_params: Iterable[str | nn.Parameter] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str):

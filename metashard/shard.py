@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from metashard import _compat
-from metashard.agree import mesh_ranks
+from metashard.agree import mesh_ranks, new_group
 from metashard.errors import ShardError
 from metashard.layout import named_slots, set_tensor
 from metashard.plan import Box, Sharding, whole
@@ -71,11 +71,11 @@ def find_blocks(module: nn.Module, wrap: WrapRule | None) -> list[str]:
         ShardError: The rule matches nothing; the message says what to pass.
     """
     named = {name: sub for name, sub in module.named_modules() if name}  # shared modules once
-    wrappable = {name: sub for name, sub in named.items() if not isinstance(sub, (nn.ModuleList, nn.ModuleDict))}
+    wrappable = {name: sub for name, sub in named.items() if _is_called(sub)}
     if callable(wrap) and not isinstance(wrap, type):
         chosen = [name for name, sub in wrappable.items() if wrap(sub)]
     elif wrap is not None:
-        rule = tuple(wrap)
+        rule = tuple(wrap)  # type: ignore[arg-type]
         if not rule:
             return []
         chosen = _by_class(wrappable, rule)
@@ -96,7 +96,13 @@ def find_blocks(module: nn.Module, wrap: WrapRule | None) -> list[str]:
             expected="at least one module to wrap",
             got=0,
         )
-    return sorted(_without_ties_across(module, chosen), key=lambda name: -name.count("."))
+    kept = _without_ties_across(module, chosen)
+    return sorted((name for name in chosen if name in kept), key=lambda name: -name.count("."))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, which FSDP hooks; ModuleLists and bare `nn.Module()` namespaces have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _by_class(named: dict[str, nn.Module], rule: Iterable[str | type]) -> list[str]:
@@ -106,24 +112,16 @@ def _by_class(named: dict[str, nn.Module], rule: Iterable[str | type]) -> list[s
 
 
 def _repeated(module: nn.Module) -> list[str]:
-    """Outermost non-leaf children of containers whose class occurs there at least twice."""
-    candidates: list[tuple[str, nn.Module]] = []
-
-    def walk(sub: nn.Module, prefix: str) -> None:
-        for name, child in sub.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            is_block = isinstance(sub, _CONTAINERS) and not isinstance(child, _CONTAINERS)
-            if is_block and any(True for _ in child.children()) and any(True for _ in child.parameters()):
-                candidates.append((path, child))
-            else:
-                walk(child, path)
-
-    walk(module, "")
-    count = Counter(type(child) for _, child in candidates)
-    blocks = [path for path, child in candidates if count[type(child)] >= 2]
-    if blocks:
-        return blocks
-    return [f"{path}.{inner}" for path, child in candidates for inner in _repeated(child)]
+    """Outermost children of containers, with children of their own, whose class occurs so at least twice."""
+    candidates: dict[str, nn.Module] = {}
+    for name, sub in module.named_modules():
+        for key, child in sub.named_children() if isinstance(sub, _CONTAINERS) else ():
+            inner = any(True for _ in child.children()) and any(True for _ in child.parameters())
+            if inner and _is_called(child) and not isinstance(child, _CONTAINERS):
+                candidates[f"{name}.{key}" if name else key] = child
+    count = Counter(type(child) for child in candidates.values())
+    blocks = {name for name, child in candidates.items() if count[type(child)] >= 2}
+    return [name for name in candidates if name in blocks and not _group_of(name.rpartition(".")[0], blocks)]
 
 
 def _group_of(name: str, chosen: set[str]) -> str:
@@ -191,7 +189,9 @@ def _dtype_groups(parameters: dict[str, nn.Parameter], blocks: set[str], ignored
         bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)][parameter.dtype] += parameter.nbytes
     numbers: dict[str, int] = {}
     for fqn, parameter in trainable.items():
-        order = sorted(bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)].items(), key=lambda x: (-x[1], str(x[0])))
+        order = sorted(
+            bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)].items(), key=lambda x: (-x[1], str(x[0]))
+        )
         number = [dtype for dtype, _ in order].index(parameter.dtype)
         if number:
             numbers[fqn] = number
@@ -221,7 +221,7 @@ def _own_mesh(mesh: DeviceMesh, number: int) -> DeviceMesh:
         groups = []
         for axis in range(mesh.ndim):
             ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-            groups.append(dist.new_group(ranks, use_local_synchronization=True))
+            groups.append(new_group(ranks))
         twin = DeviceMesh.from_group(
             groups if mesh.ndim > 1 else groups[0],
             mesh.device_type,
@@ -236,25 +236,6 @@ def _mesh_info(mesh: DeviceMesh) -> Any:
     if mesh.ndim == 1:
         return _compat.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return _compat.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def take_real(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Put every real parameter on meta and return the real ones by the FQN of their tie group.
-
-    On rank 0 they are what is sent; on other ranks they are dropped. The module is then the same on every rank, and
-    whoever pops a tensor from the dictionary and drops it frees its memory.
-    """
-    taken: dict[str, torch.Tensor] = {}
-    on_meta: dict[str, nn.Parameter] = {}
-    for slot, tensor in named_slots(module):
-        if slot.kind != "parameter" or tensor.is_meta or isinstance(tensor, DTensor):
-            continue
-        if slot.tie not in taken:
-            taken[slot.tie] = tensor.detach()
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            on_meta[slot.tie] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        set_tensor(module, slot.fqn, on_meta[slot.tie])
-    return taken
 
 
 def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:

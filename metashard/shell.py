@@ -24,7 +24,7 @@ from torch import nn
 
 from metashard import _compat
 from metashard.errors import ComponentError
-from metashard.layout import plain_tensors
+from metashard.layout import plain_tensors, take_real
 
 # What `from_pretrained` takes besides the config's own keywords; a shell has no use for them.
 _WEIGHT_KWARGS = (
@@ -72,7 +72,7 @@ def shell_context() -> Iterator[None]:
         yield
 
 
-def from_pretrained(cls: type, checkpoint: str, **kwargs: Any) -> nn.Module:
+def from_pretrained(cls: type[Any], checkpoint: str, **kwargs: Any) -> nn.Module:
     """`cls.from_pretrained(checkpoint, **kwargs)` on rank 0, a shell of the same class elsewhere.
 
     Ranks other than 0 call it under `init_empty_weights(include_buffers=False)` with ``low_cpu_mem_usage=False`` and the
@@ -88,15 +88,15 @@ def from_pretrained(cls: type, checkpoint: str, **kwargs: Any) -> nn.Module:
         The module: on rank 0 as the library gives it (full weights in host memory), elsewhere with all parameters on meta.
     """
     if is_real_rank():
-        return cls.from_pretrained(checkpoint, **kwargs)  # type: ignore[attr-defined, no-any-return]
+        return cls.from_pretrained(checkpoint, **kwargs)
     with shell_context(), pins_cleared(cls):
-        built = cls.from_pretrained(checkpoint, **{**kwargs, "low_cpu_mem_usage": False})  # type: ignore[attr-defined]
+        built = cls.from_pretrained(checkpoint, **{**kwargs, "low_cpu_mem_usage": False})
     retie(built[0] if isinstance(built, tuple) else built)
-    return built  # type: ignore[no-any-return]
+    return built
 
 
 @contextmanager
-def pins_cleared(cls: type) -> Iterator[None]:
+def pins_cleared(cls: type[Any]) -> Iterator[None]:
     """Clear `cls._keep_in_fp32_modules` inside the context: diffusers refuses ``low_cpu_mem_usage=False`` with pins."""
     name = "_keep_in_fp32_modules"
     own = name in vars(cls)
@@ -114,7 +114,7 @@ def pins_cleared(cls: type) -> Iterator[None]:
             delattr(cls, name)
 
 
-def build_shell(cls: type, config: dict[str, Any], *, library: str, dtype: torch.dtype | None) -> nn.Module:
+def build_shell(cls: type[Any], config: dict[str, Any], *, library: str, dtype: torch.dtype | None) -> nn.Module:
     """The quickest right shell of a component, see [Note: two ways to a shell]. Reads no file.
 
     Args:
@@ -136,11 +136,12 @@ def build_shell(cls: type, config: dict[str, Any], *, library: str, dtype: torch
         with torch.device("meta"):
             module = build()
         computed_on_meta = _computed_on_meta(module)
-    except Exception:  # a class that computes with values while it is built; the other way decides
+    except Exception:  # noqa: BLE001 - a class that computes with values while it is built; the other way decides
         computed_on_meta = True
     if computed_on_meta:
         with init_empty_weights(include_buffers=False):
             module = build()
+    take_real(module)  # `torch.Tensor([...])` ignores both ways
     retie(module)
     return module.eval()
 
@@ -158,16 +159,16 @@ def _computed_on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in computed)
 
 
-def _from_config(cls: type, config: dict[str, Any], *, library: str, dtype: torch.dtype | None) -> nn.Module:
+def _from_config(cls: type[Any], config: dict[str, Any], *, library: str, dtype: torch.dtype | None) -> nn.Module:
     if library == "diffusers":
         with _compat.default_dtype(dtype):
-            return cls.from_config(dict(config))  # type: ignore[attr-defined, no-any-return]
+            return cls.from_config(dict(config))
     # Not a plain dict any more after this: the config class resolves nested configs.
-    parsed = cls.config_class.from_dict(dict(config))  # type: ignore[attr-defined]
+    parsed = cls.config_class.from_dict(dict(config))
     return _compat.transformers_from_config(cls, parsed, dtype=dtype)
 
 
-def _refuse(kwargs: dict[str, Any], cls: type) -> None:
+def _refuse(kwargs: dict[str, Any], cls: type[Any]) -> None:
     asked = [name for name in _REFUSED_KWARGS if kwargs.pop(name, None) is not None]
     if asked:
         raise ComponentError(

@@ -92,21 +92,34 @@ def storage_faults(loaded: nn.Module) -> list[str]:
 
 
 def check_case(
-    name: str, folder: str, dtype: torch.dtype, load: dict[str, Any], mesh_shape: tuple[int, ...] = (), forward: bool = True
-) -> dict[str, Any]:
-    """Load a zoo case on every rank and compare with the reference; runs on the ranks."""
+    name: str, folder: str, dtype: torch.dtype, loads: list[dict[str, Any]], mesh_shape: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
+    """Load a zoo case on every rank in several ways and compare each with the reference; runs on the ranks.
+
+    Returns:
+        For each of `loads` (keywords of `LoadPolicy`): {"found": differences, "report": LoadReport}.
+    """
     case = zoo.CASES[name]
     mesh = cpu_mesh(*mesh_shape)
-    loaded, report = load_case(case, folder, dtype, load, mesh)
     expected = reference(case, Path(folder), dtype)
-    found = differences(loaded, expected) + storage_faults(loaded)
-    if forward and case.inputs is not None and dtype in case.dtypes:
-        outputs = zoo.run_forward(case, loaded, dtype)
-        wanted = zoo.run_forward(case, expected, dtype)
-        if len(outputs) != len(wanted) or not all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True)):
-            worst = max(((a.float() - b.float()).abs().max().item() for a, b in zip(outputs, wanted)), default=-1)
-            found.append(f"forward differs by {worst}")
-    return {"found": found, "report": report}
+    runs_forward = case.inputs is not None and dtype in case.dtypes
+    wanted = zoo.run_forward(case, expected, dtype) if runs_forward else []
+    expected = reference(case, Path(folder), dtype)  # a forward may change buffers
+    results = []
+    for load in loads:
+        loaded, report = load_case(case, folder, dtype, load, mesh)
+        found = differences(loaded, expected) + storage_faults(loaded)
+        if runs_forward:
+            outputs = zoo.run_forward(case, loaded, dtype)
+            if len(outputs) != len(wanted):
+                found.append(f"forward gives {len(outputs)} tensors, expected {len(wanted)}")
+            found += [
+                f"forward: output {i} differs by {(a.float() - b.float()).abs().max().item()}"
+                for i, (a, b) in enumerate(zip(outputs, wanted, strict=False))
+                if not torch.equal(a, b)
+            ]
+        results.append({"found": found, "report": report})
+    return results
 
 
 def load_case(

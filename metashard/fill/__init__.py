@@ -56,7 +56,8 @@ def fill(
         with _phase(job, "fill"):
             share_replicated(file_targets, job)
     elif file_targets:
-        assert headers is not None and job.folder is not None
+        assert headers is not None
+        assert job.folder is not None
         with _phase(job, "fill"), Files(job.folder, headers.sizes) as files:
             staging = torch.empty(job.policy.staging_bytes // 4, dtype=torch.uint8)
             _send(file_targets, FileSource(files, sources, staging), job)
@@ -92,7 +93,9 @@ def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set
         if slot.kind == "parameter" or slot.tie != slot.fqn or slot.tie in from_files or not slot.real:
             continue
         tensor = here.get(slot.fqn)
-        if slot.kind == "attribute" and (tensor is None or (tuple(tensor.shape), tensor.dtype) != (slot.shape, slot.dtype)):
+        if slot.kind == "attribute" and (
+            tensor is None or (tuple(tensor.shape), tensor.dtype) != (slot.shape, slot.dtype)
+        ):
             # This rank has no such attribute, or another one: take part in the broadcast, keep what is here.
             tensor = torch.empty(slot.shape, dtype=slot.dtype)
         assert tensor is not None

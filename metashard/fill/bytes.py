@@ -11,13 +11,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_contiguous()
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * tensor.element_size()
-    return view.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),))
+    return view.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),))  # type: ignore[call-overload]
 
 
 def as_dtype(flat: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """The first `numel` elements of `dtype` in a 1-D uint8 tensor, as a 1-D view."""
     view = torch.empty(0, dtype=dtype, device=flat.device)
-    return view.set_(flat.untyped_storage(), flat.storage_offset() // dtype.itemsize, (numel,))
+    return view.set_(flat.untyped_storage(), flat.storage_offset() // dtype.itemsize, (numel,))  # type: ignore[call-overload]
 
 
 def flat_local(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ class _Mover:
                 for row, rank in enumerate(self.ranks if self.scatter else self.ranks[:1]):
                     if self.scatter:
                         box = target.box_of(rank)
-                        runs: Runs = [(g, l - piece.start, n) for g, l, n in box.runs(piece.start, piece.stop)]
+                        runs: Runs = [(first, local - piece.start, n) for first, local, n in box.runs(piece.start, piece.stop)]
                         count = max(0, min(piece.stop, box.numel) - piece.start)
                     else:
                         runs = [(piece.start, 0, piece.stop - piece.start)]
@@ -114,7 +114,7 @@ class _Mover:
                     if count:
                         out = as_dtype(rows[row, piece.at :], target.dtype, count)
                         self.source.pack(target, runs, out)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised after the others know
             self.error, status = error, _FAILED
         rows[:, -_STATUS_BYTES:] = status
 
@@ -165,8 +165,10 @@ class _Mover:
             )
             self.job.recorder.add(bytes_sent=sent)
         elif others:
-            received = placed if self.scatter else sum(
-                (p.stop - p.start) * self.targets[p.item].dtype.itemsize for p in bucket.pieces
+            received = (
+                placed
+                if self.scatter
+                else sum((p.stop - p.start) * self.targets[p.item].dtype.itemsize for p in bucket.pieces)
             )
             self.job.recorder.add(bytes_received=received)
         self.job.advance(placed)
@@ -219,4 +221,3 @@ def broadcast_in_place(
     for work in pending:
         work.wait()
     return total
-

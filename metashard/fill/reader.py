@@ -91,7 +91,7 @@ class Files:
     def read(self, read: Read, raw: torch.Tensor) -> None:
         """Read a run's bytes into the 1-D uint8 CPU tensor `raw`."""
         descriptor = self.descriptor(read.entry.file)
-        view = memoryview(raw.numpy())
+        view = memoryview(raw.numpy())  # type: ignore[arg-type]
         done = 0
         while done < read.nbytes:
             got = os.preadv(descriptor, [view[done : read.nbytes]], read.offset + done)
@@ -147,7 +147,7 @@ def read_all(
                 place(files, read, staging)
                 if callable(advance):
                     advance(read.into.nbytes)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             errors.append(error)
 
     workers = [threading.Thread(target=work, name=f"metashard-read-{n}", daemon=True) for n in range(1, threads)]

@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Loading a model into FSDP2 shards: ours, the public flows and the raw floor, on the same checkpoint and ranks.
+
+    python benchmarks/loading_speed.py --quick                                  a small checkpoint, under 2 minutes
+    python benchmarks/loading_speed.py --nproc 2 4 --repeats 3                  SD3.5-medium's real shape, 5.4 GB
+    python benchmarks/loading_speed.py --model-path MODEL --component transformer --flows direct dcp
+
+Every run is N fresh processes in a fresh process group; imports and a tiny warm-up load come before the clock. Flows are
+interleaved. "cold" runs start with the weight files evicted from the page cache, which is verified; "warm" runs with all of
+them in it. Digests of every rank's shards, buffers and tensor attributes are compared with those of the first of these flows
+that ran: every rank loads all, any other public flow, ours.
+
+Exit code: 0; 1 if one of our flows failed or differs; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+FLOOR, FLOOR_DIRECT = "floor", "floor/direct_io"
+FLOWS = {
+    FLOOR: "quick",
+    FLOOR_DIRECT: "full",
+    "all_load": "quick",
+    "rank0_broadcast": "quick",
+    "dcp": "quick",
+    "dcp/threads": "full",
+    "accelerate": "quick",
+    "direct": "quick",
+    "stream/scatter": "quick",
+    "stream/broadcast": "quick",
+    "rank0/scatter": "quick",
+    "rank0/broadcast": "quick",
+}
+QUICK_FAMILY, QUICK_LAYERS = "sd3-small", 4
+# The smallest model of that class, to load before the clock starts.
+TINY = dict(
+    num_attention_heads=2,
+    attention_head_dim=16,
+    joint_attention_dim=32,
+    pooled_projection_dim=32,
+    caption_projection_dim=32,
+    pos_embed_max_size=16,
+    sample_size=16,
+)
+
+
+class UsageError(ValueError):
+    """A wrong call; one line says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = _parse(argv)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        with contextlib.ExitStack() as stack:
+            return _run(args, stack)
+    except (UsageError, OSError) as error:
+        print(f"loading_speed: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model-path", type=Path, help="checkpoint folder (default: one is made)")
+    parser.add_argument(
+        "--component", help="component to load (default: transformer; with --model-path, the folder itself)"
+    )
+    parser.add_argument(
+        "--family", help="of the checkpoint that is made (default: sd3.5-medium; with --quick, sd3-small)"
+    )
+    parser.add_argument("--layers", type=int, help="its depth in blocks (default: as published; with --quick, 4)")
+    parser.add_argument("--workdir", type=Path, help="where it is made, and kept and used again (default: temporary)")
+    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="to load in (default: bf16)")
+    parser.add_argument("--nproc", type=int, nargs="+", help="numbers of ranks (default: 2 4; with --quick, 2)")
+    parser.add_argument("--repeats", type=int, help="runs of each flow (default: 3; with --quick, 1)")
+    parser.add_argument("--cold", action="store_true", help="cold page cache (default: cold and warm)")
+    parser.add_argument("--warm", action="store_true", help="warm page cache")
+    parser.add_argument(
+        "--quick", action="store_true", help="small checkpoint, 2 ranks, 1 run, fewer settings of the floor"
+    )
+    parser.add_argument("--flows", nargs="+", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator, where there is one)")
+    parser.add_argument("--backend", help="of the process group (default: gloo on cpu, else what torch pairs with it)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take (default: 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    started = time.monotonic()
+    names = _flow_names(args)
+    caches = [cache for cache in ("cold", "warm") if getattr(args, cache)] or ["cold", "warm"]
+    world_sizes = args.nproc or ([2] if args.quick else [2, 4])
+    repeats = args.repeats if args.repeats is not None else (1 if args.quick else 3)
+    if min(world_sizes) < 1 or repeats < 1 or args.limit <= 0:
+        raise UsageError("--nproc, --repeats and --limit must be positive")
+
+    import harness
+
+    harness.fork_server()  # it imports what the ranks need while this process does the same
+    import peers
+    import torch
+
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loading-speed-")))
+    path, component, about = _checkpoint(args, scratch)
+    try:
+        files = peers.weight_files(path, component)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    about.update(gigabytes=round(sum(file.stat().st_size for file in files) / 1e9, 3), files=len(files))
+    device, backend = _device(args)
+    case = harness.Case(
+        path=path,
+        component=component,
+        dtype=getattr(torch, DTYPES[args.dtype]),
+        device=device,
+        backend=backend,
+        tiny=_tiny(scratch),
+    )
+    print(f"{about}, {args.dtype}, {device}, ranks {world_sizes}, {repeats} run(s) a flow, {' and '.join(caches)}")
+
+    results: list[Any] = []
+    floors: dict[str, str] = {}
+    everything = {**peers.PEERS, **peers.OURS}
+    for nproc in world_sizes:
+        for cache in caches:
+            flows: dict[str, Any] = {}
+            for name in names:
+                if name == FLOOR:
+                    flows[name] = _best_floor(args, case, nproc, cache, files)
+                    floors[f"{nproc} ranks, {cache}"] = str(flows[name])
+                elif name == FLOOR_DIRECT:
+                    if cache == "cold":
+                        flows[name] = peers.Floor(direct_io=True, huge_pages=True)
+                else:
+                    flows[name] = everything[name]
+            results += harness.run_interleaved(
+                flows, case, nproc=nproc, cache=cache, files=files, repeats=repeats, limit=args.limit, on_result=_show
+            )
+
+    reference = next((name for name in (*peers.PEERS, *peers.OURS) if any(_loaded(r, name) for r in results)), None)
+    summaries = harness.summarise(results, reference=reference)
+    facts = {
+        "command": " ".join(["python", "benchmarks/loading_speed.py", *(sys.argv[1:])]),
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "machine": harness.machine() | {"device": device, "backend": backend},
+        "checkpoint": about,
+        "dtype": args.dtype,
+        "reference": reference,
+        "floor_settings": floors,
+        "repeats": repeats,
+    }
+    text = report(facts, summaries, results)
+    print("\n" + text)
+    if args.markdown:
+        args.markdown.write_text(text)
+    if args.json:
+        document = facts | {
+            "summaries": [asdict(summary) | {"median": summary.median} for summary in summaries],
+            "runs": [asdict(result) | {"seconds": result.seconds} for result in results],
+        }
+        args.json.write_text(json.dumps(_plain(document), indent=2))
+    ours = [summary for summary in summaries if summary.flow in peers.OURS]
+    return int(any(s.status in ("failed", "timed out") or s.digest_equal is False for s in ours))
+
+
+def _flow_names(args: argparse.Namespace) -> list[str]:
+    if not args.flows:
+        return [name for name, extent in FLOWS.items() if extent == "quick" or not args.quick]
+    unknown = [name for name in args.flows if name not in FLOWS]
+    if unknown:
+        raise UsageError(f"no flow {unknown[0]!r}: expected some of {', '.join(FLOWS)}")
+    return list(dict.fromkeys(args.flows))
+
+
+def _checkpoint(args: argparse.Namespace, scratch: Path) -> tuple[Path, str | None, dict[str, Any]]:
+    """(folder, component, facts about it); made where the caller has none."""
+    if args.model_path is not None:
+        if args.family or args.layers:
+            raise UsageError("--family and --layers are for a checkpoint that is made: leave out --model-path")
+        if not args.model_path.is_dir():
+            raise UsageError(f"{args.model_path}: no such folder")
+        return args.model_path, args.component, {"model": args.model_path.name, "component": args.component}
+    import make_checkpoint
+
+    family = args.family or (QUICK_FAMILY if args.quick else "sd3.5-medium")
+    layers = args.layers or (QUICK_LAYERS if args.quick and not args.family else None)
+    out = (args.workdir or scratch) / (f"{family}-{layers}" if layers else family)
+    if not (out / "model_index.json").is_file():
+        print(f"making {out} ...", flush=True)
+        try:
+            make_checkpoint.write_pipeline(out, family, layers=layers)
+        except make_checkpoint.UsageError as error:
+            raise UsageError(str(error)) from error
+    facts = {"model": family + (f", {layers} blocks" if layers else ""), "component": args.component or "transformer"}
+    return out, args.component or "transformer", facts
+
+
+def _tiny(scratch: Path) -> Path:
+    import make_checkpoint
+
+    return make_checkpoint.write_pipeline(scratch / "tiny", "sd3-small", layers=2, config=TINY).path
+
+
+def _device(args: argparse.Namespace) -> tuple[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    device = args.device
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = found.type if found is not None else "cpu"
+    if args.backend:
+        return device, args.backend
+    if device == "cpu":
+        return device, "gloo"
+    return device, f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def _best_floor(args: argparse.Namespace, case: Any, nproc: int, cache: str, files: Sequence[Path]) -> Any:
+    """The fastest of several settings, each tried once (twice where it matters: the two best)."""
+    import harness
+    import peers
+
+    def seconds(setting: Any) -> float:
+        run = harness.run_flow(setting, case, name=FLOOR, nproc=nproc, cache=cache, files=files, limit=args.limit)
+        return run.seconds if run.status == "ok" else math.inf
+
+    settings = peers.QUICK_FLOOR_SETTINGS if args.quick else peers.FLOOR_SETTINGS
+    tried = sorted(((seconds(setting), setting) for setting in settings), key=lambda item: item[0])
+    best = min(tried[:2], key=lambda item: statistics.mean((item[0], seconds(item[1]))))[1]
+    print(f"{nproc} ranks, {cache}: floor settings tried, best: {best}", flush=True)
+    return replace(best)
+
+
+def _loaded(result: Any, name: str) -> bool:
+    return result.flow == name and result.status == "ok" and result.digests[0] is not None
+
+
+def _show(result: Any) -> None:
+    what = f"{result.seconds:6.2f} s" if result.status == "ok" else f"{result.status}: {result.reason}"
+    print(f"[{time.monotonic():.1f}] {result.nproc} ranks, {result.cache}, run {result.repeat + 1}, {result.flow}: {what}", flush=True)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[Any]) -> str:
+    """The Markdown page of one comparison: facts, then for every number of ranks the flows, the ratios and our phases."""
+    import peers
+    from harness import EVICTED, markdown_table
+
+    machine = facts["machine"]
+    versions = ", ".join(
+        f"{p} {machine[p]}" for p in ("torch", "diffusers", "transformers", "accelerate") if p in machine
+    )
+    model = facts["checkpoint"]
+    lines = [
+        "# Loading speed",
+        "",
+        f"`{facts['command']}`, {facts['date']}, {facts['minutes']} minutes.",
+        f"{model['model']}, {model['component'] or 'whole folder'}: {model['gigabytes']} GB in {model['files']} file(s), "
+        f"loaded as {facts['dtype']} on {machine['device']} ({machine['backend']}).",
+        f"{machine['cores']} cores ({machine.get('cpu', '?')}), {machine.get('memory_gib', '?')} GiB, {machine['system']}, "
+        f"Python {machine['python']}, {versions}.",
+        f"Medians of {facts['repeats']} interleaved run(s), in brackets the range. Digests against `{facts['reference']}`.",
+    ]
+    left = max((run.resident_fraction for run in results if run.cache == "cold"), default=0.0)
+    lines.append(
+        f"Cold runs began with at most {left:.2%} of the checkpoint in the page cache."
+        + (" **That is not cold.**" if left > EVICTED else "")
+        if not math.isnan(left)
+        else "Whether cold runs were cold could not be verified on this system."
+    )
+    for nproc in dict.fromkeys(summary.nproc for summary in summaries):
+        mine = [summary for summary in summaries if summary.nproc == nproc]
+        at = {(summary.flow, summary.cache): summary for summary in mine}
+        flows = list(dict.fromkeys(summary.flow for summary in mine))
+        caches = [cache for cache in ("cold", "warm") if any(summary.cache == cache for summary in mine)]
+        lines += ["", f"## {nproc} ranks", ""]
+        lines.append(_main_table(flows, caches, at))
+        floors = [f"{k.split(', ')[1]}: {v}" for k, v in facts["floor_settings"].items() if k.startswith(f"{nproc} ")]
+        if floors:
+            lines += ["", f"Floor, best of the settings tried: {'; '.join(floors)}."]
+        ours = [
+            flow for flow in flows if flow in peers.OURS and any(at[flow, c].seconds for c in caches if (flow, c) in at)
+        ]
+        others = [flow for flow in flows if flow in peers.PEERS]
+        for cache in caches:
+            against = [peer for peer in others if (peer, cache) in at and at[peer, cache].seconds]
+            if not (ours and against):
+                continue
+            rows = [
+                [flow, *(_times(at[peer, cache].median / at[flow, cache].median) for peer in against)]
+                for flow in ours
+                if (flow, cache) in at
+            ]
+            lines += ["", f"Times faster than the public flows, {cache}:", "", markdown_table([cache, *against], rows)]
+        for cache in caches:
+            told = [flow for flow in ours if (flow, cache) in at and at[flow, cache].phases]
+            if told:
+                phases = list(dict.fromkeys(phase for flow in told for phase in at[flow, cache].phases))
+                rows = [
+                    [
+                        flow,
+                        *(_seconds(at[flow, cache].phases[p]) if p in at[flow, cache].phases else "" for p in phases),
+                    ]
+                    for flow in told
+                ]
+                lines += ["", f"Seconds by phase, {cache}:", "", markdown_table([cache, *phases], rows)]
+    lines += ["", "Flows:", ""]
+    lines += [f"- `{flow}`: {peers.ABOUT[flow]}." for flow in dict.fromkeys(summary.flow for summary in summaries)]
+    lines += [
+        "",
+        "Bytes read are those of the flow's own report, else what the storage delivered in the cold runs. Host memory is anonymous "
+        "and shared memory at its highest, above what it was when the clock started; of the ranks, the highest.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _main_table(flows: Sequence[str], caches: Sequence[str], at: dict[tuple[str, str], Any]) -> str:
+    from harness import markdown_table
+
+    on_device = any(summary.peak_device_bytes for summary in at.values())
+    headers = ["flow"]
+    for cache in caches:
+        headers += [f"{cache} s", "× floor"]
+    headers += ["GB read", "peak host MB", *(["peak device MB"] if on_device else []), "digest"]
+    rows = []
+    for flow in flows:
+        mine = [at[flow, cache] for cache in caches if (flow, cache) in at]
+        row = [flow]
+        for cache in caches:
+            summary, floor = at.get((flow, cache)), at.get((FLOOR, cache))
+            if summary is None:
+                row += ["", ""]
+            elif summary.status != "ok":
+                row += [summary.status, ""]
+            else:
+                row.append(_seconds(summary.median) + _spread(summary.seconds))
+                row.append(f"{summary.median / floor.median:.2f}" if floor and floor.seconds else "")
+        good = [summary for summary in mine if summary.seconds]
+        reported = next((summary.reported_bytes for summary in good if summary.reported_bytes is not None), None)
+        delivered = next((summary.storage_bytes for summary in good if summary.cache == "cold"), None)
+        read = reported if reported is not None else delivered
+        row.append(f"{read / 1e9:.2f}" if read is not None else "")
+        row.append(f"{max(s.peak_host_bytes for s in good) / 1e6:.0f}" if good else "")
+        if on_device:
+            row.append(f"{max(s.peak_device_bytes for s in good) / 1e6:.0f}" if good else "")
+        equal = [summary.digest_equal for summary in good if summary.digest_equal is not None]
+        row.append("" if not equal else "equal" if all(equal) else "DIFFERS")
+        rows.append(row)
+    table = markdown_table(headers, rows)
+    notes = [f"- `{s.flow}`, {s.cache}: {s.status}: {s.reason}" for s in at.values() if s.status != "ok"]
+    return table + ("\n\n" + "\n".join(notes) if notes else "")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.1f}x"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f" [{min(seconds):.2f}-{max(seconds):.2f}]" if len(seconds) > 1 else ""
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no paths."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,120 @@
+"""The command line: ``torchrun -m metashard load PATH --component transformer``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from metashard.errors import MetaShardError
+from metashard.load import load_component
+from metashard.policy import STRATEGIES, TRANSPORTS, LoadPolicy, ShardPolicy
+from metashard.verify import digest_shards
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+
+    Returns:
+        Exit code: 0, or 2 if the load failed (on every rank).
+    """
+    parser = argparse.ArgumentParser(prog="metashard", description="Load model components straight into FSDP2 shards.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    load = commands.add_parser(
+        "load",
+        help="load a component on all ranks of torchrun (or in one process) and print the report",
+        description="Load a component into FSDP2 shards and print what it took. Run it under torchrun: "
+        "torchrun --nproc-per-node 2 -m metashard load PATH --component transformer",
+    )
+    load.add_argument("path", help="a pipeline folder, a folder that is one model, or a Hub id")
+    load.add_argument("--component", help="component of the pipeline, such as transformer")
+    load.add_argument("--strategy", choices=STRATEGIES, default="auto")
+    load.add_argument("--transport", choices=TRANSPORTS, default="scatter")
+    load.add_argument("--dtype", choices=DTYPES, help="dtype to load in (default: as from_pretrained)")
+    load.add_argument("--variant", help='weight variant, such as "fp16"')
+    load.add_argument("--revision", help="Hub revision")
+    load.add_argument("--wrap", nargs="+", help="class names of the modules to wrap (default: found in the model)")
+    load.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
+    load.add_argument("--json", action="store_true", help="print the report as JSON")
+    load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
+    args = parser.parse_args(argv)
+    return _load(args)
+
+
+def _load(args: argparse.Namespace) -> int:
+    with process_group() as device_type:
+        try:
+            _, report, digests = _load_and_digest(args, device_type)
+        except MetaShardError as error:
+            print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        if dist.get_rank() == 0:
+            print(report.to_json() if args.json else report)
+            for rank, digest in enumerate(digests):
+                print(f"  digest of rank {rank}: {digest}", file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _load_and_digest(args: argparse.Namespace, device_type: str):  # type: ignore[no-untyped-def]
+    module, report = load_component(
+        args.path,
+        args.component,
+        mesh=make_mesh(device_type, args.replicas),
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        shard=ShardPolicy(wrap=args.wrap),
+        load=LoadPolicy(strategy=args.strategy, transport=args.transport),
+        variant=args.variant,
+        revision=args.revision,
+        output_loading_info=True,
+    )
+    digests: list[str] = []
+    if args.digest:
+        gathered: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, digest_shards(module))
+        digests = [str(digest) for digest in gathered]
+    return module, report, digests
+
+
+def make_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
+    """A mesh over all ranks: (shard,), or (replicate, shard) with more than one replica."""
+    world = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+    if replicas < 1 or world % replicas:
+        raise MetaShardError(f"{world} ranks cannot be cut into {replicas} replicas; choose a divisor.", got=replicas)
+    return init_device_mesh(device_type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def process_group() -> Iterator[str]:
+    """The process group that torchrun has prepared, or one of a single process; yields the device type to use.
+
+    Takes the accelerator if every local rank has one of its own, else the CPU with gloo.
+    """
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and torch.accelerator.device_count() >= local_world:
+        device_type = accelerator.type
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        device_type = "cpu"
+    backend = dist.get_default_backend_for_device(device_type)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device_type
+    finally:
+        dist.destroy_process_group()
