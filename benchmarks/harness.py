@@ -1,4 +1,4 @@
-"""The harness under the benchmarks: cold and warm page cache, fresh ranks for every run, clocks, memory, digests, tables.
+"""The harness under the benchmarks: cold and warm page cache, fresh ranks a run, clocks, memory, digests, tables.
 
 One run is one flow, loaded once by N new processes in a new process group:
 
@@ -9,7 +9,8 @@ One run is one flow, loaded once by N new processes in a new process group:
     -> device synchronised, barrier, clock stops
     -> digest of the shards, counters, goodbye
 
-Runs are interleaved (A B C A B C), so a machine that slows down slows all flows alike; medians are taken of each flow's runs.
+Runs are interleaved (A B C A B C), so that a machine that slows down slows all flows alike; the median of a flow's runs
+is what counts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _MINCORE_BYTES = 1 << 30  # of a file mapped at a time for mincore(2), which wri
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class NotAvailable(Exception):
+class NotAvailableError(Exception):
     """This install cannot run the flow at all, such as a library that is not there. Reported as 'not run'."""
 
 
@@ -162,9 +163,9 @@ def _kib_after(text: bytes, name: bytes) -> int:
 
 
 def io_counters() -> tuple[int, int]:
-    """(bytes this process made the storage read, bytes it asked for with read calls) so far; mapped files count in the first.
+    """(bytes this process made the storage read, bytes it asked for with read calls) so far.
 
-    Both are 0 where /proc/self/io cannot be read.
+    Reads through mapped files are in the first only. Both are 0 where /proc/self/io cannot be read.
     """
     try:
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -229,6 +230,7 @@ class Case:
         backend: Of the process group, as `init_process_group` takes it.
         tiny: A tiny checkpoint folder that the flow loads before the clock starts; None for no such warm-up.
         tiny_component: Component in `tiny`.
+        imports: Called with `path` and `component` before the clock starts, to import what all flows will need.
         threads: Threads of torch's own operators a rank; 1 is torchrun's default.
     """
 
@@ -239,11 +241,12 @@ class Case:
     backend: str = "gloo"
     tiny: Path | None = None
     tiny_component: str | None = "transformer"
+    imports: Callable[[Path, str | None], Any] | None = None
     threads: int = 1
 
 
-# (path, component, mesh, dtype) -> the sharded module, or (module, report), or None where nothing is loaded. Must pickle.
-# Where it has a method `prepare` of the same arguments, that is called before the clock starts.
+# (path, component, mesh, dtype) -> the sharded module, or (module, report), or None where nothing is loaded. Must
+# pickle. Where it has a method `prepare` of the same arguments, that is called before the clock starts.
 Flow = Callable[[Path, "str | None", DeviceMesh, torch.dtype], Any]
 
 
@@ -504,7 +507,7 @@ def _rank(connection: Connection, flow: Flow, case: Case, rank: int, nproc: int,
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
     try:
         answer: Any = _measure(flow, case, rank, nproc, port)
-    except NotAvailable as error:
+    except NotAvailableError as error:
         answer = ("not run", str(error))
     except BaseException as error:  # noqa: BLE001  whatever a flow raises is its result
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -526,6 +529,8 @@ def _measure(flow: Flow, case: Case, rank: int, nproc: int, port: int) -> RankRe
     limit = timedelta(seconds=1800)  # the parent's limit is the one that counts
     dist.init_process_group(case.backend, store=store, rank=rank, world_size=nproc, timeout=limit)
     mesh = init_device_mesh(case.device, (nproc,))
+    if case.imports is not None:
+        case.imports(case.path, case.component)
     if case.tiny is not None:
         if hasattr(flow, "prepare"):
             flow.prepare(case.tiny, case.tiny_component, mesh, case.dtype)
@@ -618,7 +623,7 @@ def summarise(results: Iterable[RunResult], *, reference: str | None = None) -> 
 
     Args:
         results: Any runs.
-        reference: Flow whose digests are the right ones; without it, or where it has none, the first flow that has some.
+        reference: Flow whose digests are the right ones; without it, or where it has none, the first that has some.
     """
     grouped: dict[tuple[str, int, str], list[RunResult]] = {}
     for result in results:

@@ -5,10 +5,10 @@
     python benchmarks/loading_speed.py --nproc 2 4 --repeats 3                  SD3.5-medium's real shape, 5.4 GB
     python benchmarks/loading_speed.py --model-path MODEL --component transformer --flows direct dcp
 
-Every run is N fresh processes in a fresh process group; imports and a tiny warm-up load come before the clock. Flows are
-interleaved. "cold" runs start with the weight files evicted from the page cache, which is verified; "warm" runs with all of
-them in it. Digests of every rank's shards, buffers and tensor attributes are compared with those of the first of these flows
-that ran: every rank loads all, any other public flow, ours.
+Every run is N fresh processes in a fresh process group; imports and a tiny warm-up load come before the clock. Flows
+are interleaved. "cold" runs start with the weight files evicted from the page cache, which is verified; "warm" runs
+with all of them in it. Digests of every rank's shards, buffers and tensor attributes are compared with those of the
+first of these flows that ran: every rank loads all, any other public flow, ours.
 
 Exit code: 0; 1 if one of our flows failed or differs; 2 for a wrong call.
 """
@@ -82,12 +82,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model-path", type=Path, help="checkpoint folder (default: one is made)")
-    parser.add_argument(
-        "--component", help="component to load (default: transformer; with --model-path, the folder itself)"
-    )
-    parser.add_argument(
-        "--family", help="of the checkpoint that is made (default: sd3.5-medium; with --quick, sd3-small)"
-    )
+    parser.add_argument("--component", help="to load (default: transformer; with --model-path, the folder itself)")
+    parser.add_argument("--family", help="of the checkpoint to make (default: sd3.5-medium; with --quick, sd3-small)")
     parser.add_argument("--layers", type=int, help="its depth in blocks (default: as published; with --quick, 4)")
     parser.add_argument("--workdir", type=Path, help="where it is made, and kept and used again (default: temporary)")
     parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="to load in (default: bf16)")
@@ -95,9 +91,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="runs of each flow (default: 3; with --quick, 1)")
     parser.add_argument("--cold", action="store_true", help="cold page cache (default: cold and warm)")
     parser.add_argument("--warm", action="store_true", help="warm page cache")
-    parser.add_argument(
-        "--quick", action="store_true", help="small checkpoint, 2 ranks, 1 run, fewer settings of the floor"
-    )
+    parser.add_argument("--quick", action="store_true", help="small checkpoint, 2 ranks, 1 run, fewer floor settings")
     parser.add_argument("--flows", nargs="+", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator, where there is one)")
     parser.add_argument("--backend", help="of the process group (default: gloo on cpu, else what torch pairs with it)")
@@ -137,6 +131,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         device=device,
         backend=backend,
         tiny=_tiny(scratch),
+        imports=peers.component_class,
     )
     print(f"{about}, {args.dtype}, {device}, ranks {world_sizes}, {repeats} run(s) a flow, {' and '.join(caches)}")
 
@@ -261,31 +256,32 @@ def _loaded(result: Any, name: str) -> bool:
 
 def _show(result: Any) -> None:
     what = f"{result.seconds:6.2f} s" if result.status == "ok" else f"{result.status}: {result.reason}"
-    print(f"[{time.monotonic():.1f}] {result.nproc} ranks, {result.cache}, run {result.repeat + 1}, {result.flow}: {what}", flush=True)
+    print(f"{result.nproc} ranks, {result.cache}, run {result.repeat + 1}, {result.flow}: {what}", flush=True)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[Any]) -> str:
-    """The Markdown page of one comparison: facts, then for every number of ranks the flows, the ratios and our phases."""
+    """The Markdown page of one comparison: facts, then for each number of ranks the flows, ratios and our phases."""
     import peers
     from harness import EVICTED, markdown_table
 
-    machine = facts["machine"]
-    versions = ", ".join(
-        f"{p} {machine[p]}" for p in ("torch", "diffusers", "transformers", "accelerate") if p in machine
+    machine, model = facts["machine"], facts["checkpoint"]
+    packages = ("torch", "diffusers", "transformers", "accelerate")
+    versions = ", ".join(f"{package} {machine[package]}" for package in packages if package in machine)
+    what = (
+        f"{model['model']}, {model['component'] or 'whole folder'}: {model['gigabytes']} GB in {model['files']} file(s)"
     )
-    model = facts["checkpoint"]
+    hardware = f"{machine['cores']} cores ({machine.get('cpu', '?')}), {machine.get('memory_gib', '?')} GiB"
     lines = [
         "# Loading speed",
         "",
         f"`{facts['command']}`, {facts['date']}, {facts['minutes']} minutes.",
-        f"{model['model']}, {model['component'] or 'whole folder'}: {model['gigabytes']} GB in {model['files']} file(s), "
-        f"loaded as {facts['dtype']} on {machine['device']} ({machine['backend']}).",
-        f"{machine['cores']} cores ({machine.get('cpu', '?')}), {machine.get('memory_gib', '?')} GiB, {machine['system']}, "
-        f"Python {machine['python']}, {versions}.",
-        f"Medians of {facts['repeats']} interleaved run(s), in brackets the range. Digests against `{facts['reference']}`.",
+        f"{what}, loaded as {facts['dtype']} on {machine['device']} ({machine['backend']}).",
+        f"{hardware}, {machine['system']}, Python {machine['python']}, {versions}.",
+        f"Medians of {facts['repeats']} interleaved run(s), in brackets the range.",
+        f"Digests against `{facts['reference']}`.",
     ]
     left = max((run.resident_fraction for run in results if run.cache == "cold"), default=0.0)
     lines.append(
@@ -304,9 +300,8 @@ def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[An
         floors = [f"{k.split(', ')[1]}: {v}" for k, v in facts["floor_settings"].items() if k.startswith(f"{nproc} ")]
         if floors:
             lines += ["", f"Floor, best of the settings tried: {'; '.join(floors)}."]
-        ours = [
-            flow for flow in flows if flow in peers.OURS and any(at[flow, c].seconds for c in caches if (flow, c) in at)
-        ]
+        ran = {summary.flow for summary in mine if summary.seconds}
+        ours = [flow for flow in flows if flow in peers.OURS and flow in ran]
         others = [flow for flow in flows if flow in peers.PEERS]
         for cache in caches:
             against = [peer for peer in others if (peer, cache) in at and at[peer, cache].seconds]
@@ -322,20 +317,14 @@ def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[An
             told = [flow for flow in ours if (flow, cache) in at and at[flow, cache].phases]
             if told:
                 phases = list(dict.fromkeys(phase for flow in told for phase in at[flow, cache].phases))
-                rows = [
-                    [
-                        flow,
-                        *(_seconds(at[flow, cache].phases[p]) if p in at[flow, cache].phases else "" for p in phases),
-                    ]
-                    for flow in told
-                ]
+                rows = [[flow, *(_seconds(at[flow, cache].phases.get(p, math.nan)) for p in phases)] for flow in told]
                 lines += ["", f"Seconds by phase, {cache}:", "", markdown_table([cache, *phases], rows)]
     lines += ["", "Flows:", ""]
     lines += [f"- `{flow}`: {peers.ABOUT[flow]}." for flow in dict.fromkeys(summary.flow for summary in summaries)]
     lines += [
         "",
-        "Bytes read are those of the flow's own report, else what the storage delivered in the cold runs. Host memory is anonymous "
-        "and shared memory at its highest, above what it was when the clock started; of the ranks, the highest.",
+        "GB read: as the flow's own report says, else what the storage delivered in the cold runs; all ranks together.",
+        "Host memory: anonymous and shared, at its highest, above what it was when the clock started; the highest rank.",
         "",
     ]
     return "\n".join(lines)
@@ -347,7 +336,7 @@ def _main_table(flows: Sequence[str], caches: Sequence[str], at: dict[tuple[str,
     on_device = any(summary.peak_device_bytes for summary in at.values())
     headers = ["flow"]
     for cache in caches:
-        headers += [f"{cache} s", "× floor"]
+        headers += [f"{cache} s", "x floor"]
     headers += ["GB read", "peak host MB", *(["peak device MB"] if on_device else []), "digest"]
     rows = []
     for flow in flows:
@@ -379,7 +368,7 @@ def _main_table(flows: Sequence[str], caches: Sequence[str], at: dict[tuple[str,
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}"
+    return f"{value:.2f}" if math.isfinite(value) else ""
 
 
 def _times(value: float) -> str:

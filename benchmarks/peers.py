@@ -1,8 +1,8 @@
 """The ways to load a model into FSDP2 shards that are compared: the public flows, the raw floor, and ours.
 
-Each is `flow(path, component, mesh, dtype)` and returns the sharded module (ours with its report). All cut the model into the
-same FSDP groups. Public flows are run as their own documentation runs them; where one cannot load a model that way, it is given
-what it lacks, and a comment says so: their times are those of loads that end with the right weights.
+Each is `flow(path, component, mesh, dtype)` and returns the sharded module (ours with its report). All cut the model
+into the same FSDP groups. Public flows are run as their own documentation runs them; where one cannot load a model that
+way, it is given what it lacks, and a comment says so: their times are those of loads that end with the right weights.
 
 Importing this module imports all that the flows need, so no import is on the clock.
 """
@@ -32,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import init_empty_weights
 from accelerate.utils import fsdp2_load_full_state_dict
-from harness import NotAvailable
+from harness import NotAvailableError
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -42,9 +42,13 @@ from torch.distributed.fsdp import fully_shard
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 # One for each parameter of a shell that is built by `from_pretrained`: that it stays empty is the point.
-warnings.filterwarnings(
-    "ignore", message="for .*: copying from a non-meta parameter in the checkpoint to a meta parameter"
-)
+warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
+# Both are imported on first use otherwise: the class of the warm-up, and ours, which may be missing or broken.
+diffusers.SD3Transformer2DModel  # noqa: B018
+with contextlib.suppress(Exception):
+    import metashard
+
+    metashard.load_component  # noqa: B018
 
 MIB = 1 << 20
 
@@ -88,7 +92,7 @@ def from_pretrained(path: Path, component: str | None, dtype: torch.dtype, **kwa
 
 
 def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`fully_shard` on every block that the class says not to split (else that it says is repeated), then on the root."""
+    """`fully_shard` on the blocks that the class says not to split, else that it says are repeated; then on the root."""
     blocks = set(getattr(module, "_no_split_modules", None) or getattr(module, "_repeated_blocks", None) or ())
     for sub in reversed(list(module.modules())):
         if type(sub).__name__ in blocks and sub is not module:
@@ -132,10 +136,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build_shell(path: Path, component: str | None, dtype: torch.dtype) -> nn.Module:
-    """The model with its parameters on meta and in the dtypes that `from_pretrained` would give; no weight byte is read.
+    """The model with its parameters on meta, in the dtypes that `from_pretrained` would give; no weight byte is read.
 
-    Built on the meta device, which is fastest, where nothing is lost by it; else under `init_empty_weights`, with all that the
-    constructor computes being real.
+    Built on the meta device, which is fastest, where nothing is lost by it; else under `init_empty_weights`, with all
+    that the constructor computes being real.
     """
     cls, folder = component_class(path, component), component_folder(path, component)
 
@@ -220,7 +224,7 @@ def all_load(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.d
 
 
 def rank0_broadcast(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """Rank 0 loads all of the model, others build it empty; torch broadcasts every tensor whole, each keeps its part."""
+    """Rank 0 loads all of the model, others build it empty; torch broadcasts every tensor whole."""
     full = {}
     if dist.get_rank() == 0:
         module = from_pretrained(path, component, dtype)
@@ -232,8 +236,8 @@ def rank0_broadcast(path: Path, component: str | None, mesh: DeviceMesh, dtype: 
         with init_empty_weights(include_buffers=False), _without_fp32_pins(cls):
             module = from_pretrained(path, component, dtype, **kwargs)
     shard_blocks(module, mesh)
-    # Buffers first: torch takes the device of the broadcast from what is not on meta. Persistent ones are in the state dict
-    # and come from rank 0; the others were computed on every rank.
+    # Buffers first: torch takes the device of the broadcast from what is not on meta. Persistent ones are in the state
+    # dict and come from rank 0; the others were computed on every rank.
     _buffers_to(module, _device(mesh))
     set_model_state_dict(module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return module
@@ -275,7 +279,7 @@ def accelerate_full(path: Path, component: str | None, mesh: DeviceMesh, dtype: 
     device = _device(mesh)
     # It takes every tensor of the state dict for a sharded one, so a persistent buffer stops it: those are sent apart.
     buffers = _hide_persistent_buffers(module)
-    # It looks the parameter up by this method of transformers; for models without, its fallback fails on names without a dot.
+    # It looks the parameter up by this method of transformers; without it, its fallback fails on names without a dot.
     if not hasattr(type(module), "get_parameter_or_buffer"):
         object.__setattr__(module, "get_parameter_or_buffer", module.get_parameter)
     # All that it reads of an Accelerator.
@@ -309,10 +313,10 @@ _BLOCK = 4096  # what O_DIRECT wants addresses, offsets and lengths to be multip
 
 @dataclass
 class Floor:
-    """Not a load: each of N ranks reads its 1/N of the checkpoint's bytes into fresh memory of the size a load ends up with.
+    """Not a load: each of N ranks reads its 1/N of the bytes into fresh memory of the size that a load ends up with.
 
-    Bytes beyond that size (a checkpoint in a wider dtype than the model's) go to a buffer that is used again; memory beyond the
-    bytes (replicated tensors) is written with zeros.
+    Bytes beyond that size (a checkpoint in a wider dtype than the model's) go to a buffer that is used again; memory
+    beyond the bytes (replicated tensors) is written with zeros.
 
     Args:
         threads: Readers a rank.
@@ -336,7 +340,7 @@ class Floor:
     def prepare(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         """Off the clock: which bytes, and how much memory."""
         if self.direct_io and not hasattr(os, "O_DIRECT"):
-            raise NotAvailable("this system has no O_DIRECT")
+            raise NotAvailableError("this system has no O_DIRECT")
         rank, world = dist.get_rank(), dist.get_world_size()
         files = weight_files(path, component)
         sizes = [file.stat().st_size for file in files]
@@ -456,7 +460,7 @@ class Ours:
 
             load_component, policy = metashard.load_component, metashard.LoadPolicy
         except (ImportError, AttributeError) as error:
-            raise NotAvailable(f"metashard cannot do this here: {error}") from error
+            raise NotAvailableError(f"metashard cannot do this here: {error}") from error
         try:
             return load_component(
                 path,
@@ -467,7 +471,7 @@ class Ours:
                 output_loading_info=True,
             )
         except NotImplementedError as error:
-            raise NotAvailable(f"metashard cannot do this here: {error}") from error
+            raise NotAvailableError(f"metashard cannot do this here: {error}") from error
 
 
 PEERS: dict[str, Callable[..., Any]] = {
@@ -486,7 +490,7 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 ABOUT = {
     "all_load": "every rank calls from_pretrained, then shards",
-    "rank0_broadcast": "rank 0 calls from_pretrained, shells elsewhere; set_model_state_dict(broadcast_from_rank0=True)",
+    "rank0_broadcast": "rank 0 calls from_pretrained, shells elsewhere; set_model_state_dict from rank 0",
     "dcp": "shells everywhere; torch.distributed.checkpoint with HuggingFaceStorageReader",
     "dcp/threads": "the same with thread_count=4 (that many files at a time)",
     "accelerate": "rank 0 calls from_pretrained, shells elsewhere; accelerate's fsdp2_load_full_state_dict",

@@ -13,6 +13,7 @@ from metashard.errors import (
 )
 from metashard.layout import sync_model_dtypes
 from metashard.load import load_component, load_components, wrap_model
+from metashard.lora import LoraSpec, add_lora
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
 from metashard.shell import from_pretrained, init_context
@@ -28,10 +29,12 @@ __all__ = [
     "LoadError",
     "LoadPolicy",
     "LoadReport",
+    "LoraSpec",
     "MetaShardError",
     "RankReport",
     "ShardError",
     "ShardPolicy",
+    "add_lora",
     "digest_shards",
     "from_pretrained",
     "init_context",

@@ -3,8 +3,8 @@
 [Note: phases]
 A load is a sequence of phases. Within a phase a rank works alone, or takes part in collectives that every rank reaches;
 at its end the ranks exchange a status over a small CPU group of their own. If any rank failed, every rank raises the
-same error: the typed error of the lowest failing rank, which names rank, phase, file and key. The rank where it happened
-chains the original. So nobody goes on into a collective that a failed rank will never join.
+same error: the typed error of the lowest failing rank, which names rank, phase, file and key. The rank where it
+happened chains the original. So nobody goes on into a collective that a failed rank will never join.
 
 The control group is gloo on CPU, made once for a set of ranks, with its own timeout: a slow rank 0 (a download, a slow
 disk) never trips the timeout of the group that carries data.

@@ -27,7 +27,8 @@ class Slot:
     """One place in a module that holds a tensor.
 
     Args:
-        fqn: Fully qualified name; for a plain attribute the path, such as ``pos_embed.pos_freqs`` or ``rope.tables[0]``.
+        fqn: Fully qualified name; for a plain attribute the path, such as ``pos_embed.pos_freqs`` or
+            ``rope.tables[0]``.
         kind: "parameter", "buffer" or "attribute".
         shape: Shape of the full tensor.
         dtype: Its dtype.
@@ -233,8 +234,9 @@ def _compare_names(wanted: list[str], mine: list[str]) -> None:
         )
     missing, extra = sorted(set(wanted) - set(mine)), sorted(set(mine) - set(wanted))
     raise LayoutError(
-        f"The module differs from rank 0's: {len(missing)} names are missing here ({', '.join(missing[:3]) or 'none'}), "
-        f"{len(extra)} are only here ({', '.join(extra[:3]) or 'none'}). Every rank must build the same module.",
+        f"The module differs from rank 0's: {len(missing)} names are missing here "
+        f"({', '.join(missing[:3]) or 'none'}), {len(extra)} are only here ({', '.join(extra[:3]) or 'none'}). "
+        "Every rank must build the same module.",
         phase="agree",
         key=(missing + extra)[0],
         expected=f"{len(wanted)} parameters and buffers",

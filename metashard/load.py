@@ -46,8 +46,8 @@ def load_component(
 ) -> Any:
     """Load one component of a checkpoint into FSDP2 shards; call it on every rank of `mesh`.
 
-    The result equals ``from_pretrained(..., dtype)`` of the component's own class bit for bit: parameters, buffers, dtypes
-    (fp32 pins too) and ties.
+    The result equals ``from_pretrained(..., dtype)`` of the component's own class bit for bit: parameters, buffers,
+    dtypes (fp32 pins too) and ties.
 
     Args:
         checkpoint: A pipeline folder with model_index.json, a folder that is one model, or a Hub id.
@@ -56,8 +56,8 @@ def load_component(
         dtype: As `from_pretrained` takes it. None: diffusers' own default (fp32), transformers' config.
         lora: Adapters to add, see `LoraSpec`.
         prepare: Called with the module on every rank before adapters and sharding: gradient checkpointing, an attention
-            backend, extra layers. Parameters are on meta on ranks other than 0 and, in `direct` and `stream`, on rank 0;
-            real parameters that it adds are taken from rank 0. May return another module.
+            backend, extra layers. Parameters are on meta on ranks other than 0 and, in `direct` and `stream`, on rank
+            0; real parameters that it adds are taken from rank 0. May return another module.
         shard: How to cut the module into FSDP groups.
         load: How the bytes come in.
         variant: Weight variant, such as "fp16".
@@ -68,7 +68,8 @@ def load_component(
         The sharded module in eval mode, or (module, LoadReport).
 
     Memory:
-        `direct`, `stream`: a rank's shards and buffers plus `load.staging_bytes`. `rank0`: on rank 0 the full model too.
+        `direct`, `stream`: a rank's shards and buffers plus `load.staging_bytes`. `rank0`: on rank 0 the full model
+        too.
 
     Raises:
         MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
@@ -80,11 +81,11 @@ def load_component(
         headers = _read_headers(run, found)
         with run.phase("import"):
             cls = found.cls
-        with run.phase("build"):
+        with run.phase("build"), torch.random.fork_rng(devices=[]):
             module = build_shell(cls, found.config, library=found.library, dtype=_build_dtype(found, headers, dtype))
         mapping = run.on_leader("plan", lambda: _map(module, found, headers, run.load))
         strategy, reason = _choose(run, found, headers, mapping, folder, lora)
-        with run.phase("build"):
+        with run.phase("build"), torch.random.fork_rng(devices=[]):
             if strategy == "rank0":
                 module, mapping = _load_on_leader(run, module, found, headers, mapping, dtype)
                 entries: dict[int, Entry] = {}
@@ -97,11 +98,11 @@ def load_component(
         with run.phase("prepare"):
             if prepare is not None:
                 module = prepare(module) or module
-        with run.phase("adapters"):
-            if lora is not None:
-                from metashard.lora import inject
+        if lora is not None:
+            from metashard.lora import inject
 
-                module = inject(module, lora, real=run.agreement.leader)
+            with run.recorder.phase("adapters"):
+                module = inject(module, lora, run.agreement, component=found.name, entries=entries)
         sources = {slot.tie: entries[id(tensor)] for slot, tensor in named_slots(module) if id(tensor) in entries}
         del held, entries
         report = _shard_and_fill(run, module, sources, headers, folder, strategy, reason, mapping)
@@ -222,8 +223,8 @@ def _resolve(
         made = resolve_component(root, component, variant=variant, allow_pickle=pickles)
         if made.quantization is not None:
             raise ComponentError(
-                f"The component is quantised ({made.quantization}); its packed weights cannot be sharded as plain tensors. "
-                "Load the unquantised checkpoint, or quantise after sharding.",
+                f"The component is quantised ({made.quantization}); its packed weights cannot be sharded as "
+                f"plain tensors. Load the unquantised checkpoint, or quantise after sharding.",
                 phase="resolve",
                 expected="unquantised weights",
                 got=made.quantization,
@@ -243,7 +244,7 @@ def _read_headers(run: _Run, found: Component) -> Checkpoint | None:
 
 
 def _build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that the library builds under: transformers' "auto" is the config's, else the first floating weight's."""
+    """The dtype that the library builds under; transformers' "auto" is the config's, else the first float weight's."""
     if found.library != "transformers" or dtype is not None:
         return dtype
     named = found.config.get("dtype") or found.config.get("torch_dtype")
@@ -271,11 +272,8 @@ def _choose(
 ) -> tuple[str, str]:
     """The strategy and why, from facts that all ranks share."""
     asked = run.load.strategy
-    obstacle = mapping.reason
-    if obstacle is None and lora is not None:
-        from metashard.lora import needs_base_weights
-
-        obstacle = needs_base_weights(lora)
+    lora_obstacle = _lora_obstacle(run, lora)
+    obstacle = mapping.reason or lora_obstacle
     if obstacle is not None:
         if asked in ("direct", "stream"):
             raise ComponentError(
@@ -294,13 +292,36 @@ def _choose(
         return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files"
     if asked == "direct" and blind:
         raise ComponentError(
-            f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the sizes that '
-            'rank 0 sees. Use "stream" or "auto".',
+            f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the '
+            f'sizes that rank 0 sees. Use "stream" or "auto".',
             rank=blind[0],
             phase="plan",
             file=str(folder),
         )
     return asked, "asked for"
+
+
+def _lora_obstacle(run: _Run, lora: Any) -> str | None:
+    """Why the adapters need the real base on rank 0, which alone reads the configs of existing ones."""
+
+    def ask() -> tuple[bool, str | None]:
+        if lora is None:
+            return False, None
+        from metashard.lora import needs_base_weights
+
+        return True, needs_base_weights(lora)
+
+    wanted, obstacle = run.on_leader("plan", ask)
+    with run.phase("plan"):
+        if wanted is not (lora is not None):
+            raise LayoutError(
+                f"lora= is {'given' if wanted else 'None'} on rank 0 and {'None' if wanted else 'given'} here; "
+                f"pass the same adapters on every rank.",
+                phase="plan",
+                expected=wanted,
+                got=not wanted,
+            )
+    return obstacle
 
 
 def _sees(folder: Path, headers: Checkpoint) -> bool:
@@ -420,8 +441,8 @@ def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:
     lost = [s.fqn for s in slots if s.kind != "attribute" and not s.real and s.tie not in sources]
     if lost:
         raise LayoutError(
-            f"{len(lost)} tensors have no source: {', '.join(lost[:5])}. They are on the meta device on rank 0 and no entry "
-            "of the checkpoint is theirs; layers that a hook adds must be real on rank 0.",
+            f"{len(lost)} tensors have no source: {', '.join(lost[:5])}. They are on the meta device on rank 0 "
+            f"and no entry of the checkpoint is theirs; layers that a hook adds must be real on rank 0.",
             phase="agree",
             key=lost[0],
             expected="an entry of the checkpoint, or a real tensor on rank 0",

@@ -1,7 +1,7 @@
 """From checkpoint keys to live names and dtypes: what the library's own loader would do, told without reading a weight.
 
-`direct` and `stream` are only right where every live tensor comes from exactly one entry, cast but not otherwise changed.
-Where that is not certain, `Mapping.reason` says why, and the load goes through rank 0 and the library.
+`direct` and `stream` are only right where every live tensor comes from exactly one entry, cast but not otherwise
+changed. Where that is not certain, `Mapping.reason` says why, and the load goes through rank 0 and the library.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def missing_error(missing: Iterable[str], component: str, *, phase: str) -> Chec
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return CheckpointError(
         f"The checkpoint of {component} lacks {len(names)} of the model's tensors: {shown}. Is it the checkpoint of "
-        'another model, or of a part of it? LoadPolicy(missing="init") takes the module\'s own initial values for them.',
+        'another model, or of a part of it? LoadPolicy(missing="init") takes the module\'s own initial values.',
         phase=phase,
         key=names[0],
         expected="every parameter and persistent buffer of the model",
@@ -112,10 +112,10 @@ def apply_dtypes(
 ) -> None:
     """Give a shell the dtypes that `from_pretrained(dtype=dtype)` gives the real module.
 
-    diffusers casts every tensor that is floating on disk, persistent buffers too, to `dtype`, or to fp32 where a part of
-    the name is among the class's pins; without `dtype` all keep the module's own. transformers keeps the module's own
-    dtypes (built under `dtype`), but for its two pin rules. (Sources: diffusers `load_model_dict_into_meta`, transformers
-    `convert_and_load_state_dict_in_model`.)
+    diffusers casts every tensor that is floating on disk, persistent buffers too, to `dtype`, or to fp32 where a part
+    of the name is among the class's pins; without `dtype` all keep the module's own. transformers keeps the module's
+    own dtypes (built under `dtype`), but for its two pin rules. (Sources: diffusers `load_model_dict_into_meta`,
+    transformers `convert_and_load_state_dict_in_model`.)
     """
     pins = tuple(pins)
     planned = (

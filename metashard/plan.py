@@ -93,12 +93,12 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def flat_part(shape: Sequence[int], index: int, parts: int) -> tuple[int, int]:
-    """Elements [start, stop) of part `index` when a flattened tensor of `shape` is cut into `parts` near-equal parts."""
+    """Elements [start, stop) of part `index` of a flattened tensor of `shape` that is cut into `parts` parts."""
     return chunk(math.prod(shape), index, parts)
 
 
 def chunk(size: int, index: int, parts: int) -> tuple[int, int]:
-    """Start and stop of chunk `index` as `torch.chunk` cuts `size` into `parts`: ceil-sized, the last ones may be empty."""
+    """Start and stop of chunk `index` as `torch.chunk` cuts `size`: ceil-sized, the last ones may be empty."""
     step = -(-size // parts)
     return min(size, index * step), min(size, (index + 1) * step)
 

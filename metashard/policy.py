@@ -22,14 +22,14 @@ class ShardPolicy:
 
     Args:
         wrap: Which modules become an FSDP group of their own: class names and classes, or a predicate on a module. An
-            empty tuple asks for one group only. None takes the class's `_no_split_modules`, else its `_repeated_blocks`,
-            else the repeated blocks found in the module tree.
+            empty tuple asks for one group only. None takes the class's `_no_split_modules`, else its
+            `_repeated_blocks`, else the repeated blocks found in the module tree.
         mp_policy: Mixed precision.
         offload_policy: `CPUOffloadPolicy()` keeps parameters in host memory; buffers stay on the compute device.
         reshard_after_forward: As `fully_shard` takes it.
         shard_placement_fn: Parameter -> `Shard(dim)` or None.
-        ignored_params: Parameters to keep replicated, by FQN, or the objects themselves where they exist before the load
-            (`wrap_model`). 0-d parameters always are. Their gradients are averaged over the mesh.
+        ignored_params: Parameters to keep replicated, by FQN, or the objects themselves where they exist before the
+            load (`wrap_model`). 0-d parameters always are. Their gradients are averaged over the mesh.
     """
 
     wrap: WrapRule | None = None

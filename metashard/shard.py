@@ -1,11 +1,12 @@
 """Cut a meta module into FSDP2 groups and give every shard its memory, once.
 
 [Note: dtype groups]
-FSDP2 all-gathers and reduces a group's trainable parameters in one dtype and refuses a mixture of them ("uniform original
-parameter dtype"): fp32 pins in a bf16 model, which may be bare parameters of a block, fail in the first forward. Frozen
-mixtures are fine. `fully_shard` makes a second group inside one module for parameters whose `shard_placement_fn` names
-another mesh; a mesh over the same ranks with a process group of its own is such a mesh. So each further trainable dtype
-of a module gets its own mesh, made once, and is gathered and reduced apart, in its own dtype.
+FSDP2 all-gathers and reduces a group's trainable parameters in one dtype and refuses a mixture of them ("uniform
+original parameter dtype"): fp32 pins in a bf16 model, which may be bare parameters of a block, fail in the first
+forward. Frozen mixtures are fine. `fully_shard` makes a second group inside one module for parameters whose
+`shard_placement_fn` names another mesh; a mesh over the same ranks with a process group of its own is such a mesh. So
+each further trainable dtype of a module gets its own mesh, made once, and is gathered and reduced apart, in its own
+dtype.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from metashard.policy import ShardPolicy, WrapRule
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
+# Parts of a block that the model also calls without calling the block, whose hooks gather the parameters: they get a
+# group of their own. DiT takes the first block's embedding for its output.
+_CALLED_ALONE = {"DiTTransformer2DModel": "CombinedTimestepLabelEmbeddings"}
+
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """Device of this rank on `mesh`: the mesh's type and the current device of it, never one made from the rank."""
@@ -49,8 +54,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse what `fully_shard` cannot take, before any work is done."""
     if mesh.ndim not in (1, 2):
         raise ShardError(
-            f"The mesh has {mesh.ndim} axes; expected one (FSDP) or two (HSDP: replicate, shard). Pass the sub-mesh, such "
-            'as mesh["dp"].',
+            f"The mesh has {mesh.ndim} axes; expected one (FSDP) or two (HSDP: replicate, shard). Pass the "
+            'sub-mesh, such as mesh["dp"].',
             phase="resolve",
             expected="1 or 2 axes",
             got=mesh.ndim,
@@ -85,6 +90,8 @@ def find_blocks(module: nn.Module, wrap: WrapRule | None) -> list[str]:
             or _by_class(wrappable, getattr(module, "_repeated_blocks", None) or ())
             or _repeated(module)
         )
+    alone = [part for model, part in _CALLED_ALONE.items() if any(type(s).__name__ == model for s in module.modules())]
+    chosen += [name for name in _by_class(wrappable, alone) if chosen and name not in chosen]
     if not chosen:
         classes = Counter(type(sub).__name__ for sub in wrappable.values() if any(True for _ in sub.children()))
         common = ", ".join(f"{name} ({count})" for name, count in classes.most_common(6)) or "none with children"

@@ -1,11 +1,11 @@
 """Shells: modules whose parameters are on the meta device and whose computed state is real.
 
 [Note: two ways to a shell]
-Under accelerate's `init_empty_weights(include_buffers=False)` a parameter goes to meta when it is registered; buffers and
-plain tensor attributes are computed for real, persistent tables that the checkpoint overwrites included. Under
+Under accelerate's `init_empty_weights(include_buffers=False)` a parameter goes to meta when it is registered; buffers
+and plain tensor attributes are computed for real, persistent tables that the checkpoint overwrites included. Under
 `torch.device("meta")` nothing is computed, which is much quicker, but what is computed and not stored (non-persistent
-buffers, RoPE tables held as plain attributes) stays on meta. `build_shell` takes the second way where it leaves nothing
-of that kind on meta, and else the first.
+buffers, RoPE tables held as plain attributes) stays on meta. `build_shell` takes the second way where it leaves
+nothing of that kind on meta, and else the first.
 
 A shell never reads weight bytes: only the config is read. The libraries' own `low_cpu_mem_usage=False` path reads the
 whole checkpoint even if the parameters are on meta, so for the time of `init_context` their base classes'
@@ -45,8 +45,8 @@ def is_real_rank() -> bool:
 def init_context() -> Iterator[None]:
     """Real on rank 0, shells elsewhere: for code that builds a module itself, before `wrap_model`.
 
-    On ranks other than 0, parameters registered inside the context go to the meta device, buffers are computed for real,
-    and `from_pretrained` of any diffusers or transformers class reads its config but no weight byte.
+    On ranks other than 0, parameters registered inside the context go to the meta device, buffers are computed for
+    real, and `from_pretrained` of any diffusers or transformers class reads its config but no weight byte.
 
     Example:
         >>> with metashard.init_context():
@@ -75,9 +75,9 @@ def shell_context() -> Iterator[None]:
 def from_pretrained(cls: type[Any], checkpoint: str, **kwargs: Any) -> nn.Module:
     """`cls.from_pretrained(checkpoint, **kwargs)` on rank 0, a shell of the same class elsewhere.
 
-    Ranks other than 0 call it under `init_empty_weights(include_buffers=False)` with ``low_cpu_mem_usage=False`` and the
-    class's fp32 pins cleared for this call, and read no weight bytes. Follow it with `wrap_model`, which sends rank 0's
-    dtypes, ties and values.
+    Ranks other than 0 call it under `init_empty_weights(include_buffers=False)` with ``low_cpu_mem_usage=False`` and
+    the class's fp32 pins cleared for this call, and read no weight bytes. Follow it with `wrap_model`, which sends
+    rank 0's dtypes, ties and values.
 
     Args:
         cls: A diffusers or transformers model class (or any class with a `from_pretrained` that builds a module).
@@ -85,7 +85,8 @@ def from_pretrained(cls: type[Any], checkpoint: str, **kwargs: Any) -> nn.Module
         **kwargs: Passed on, for example `subfolder`, `torch_dtype`, `variant`, `revision`.
 
     Returns:
-        The module: on rank 0 as the library gives it (full weights in host memory), elsewhere with all parameters on meta.
+        The module: on rank 0 as the library gives it (full weights in host memory), elsewhere with all parameters on
+        meta.
     """
     if is_real_rank():
         return cls.from_pretrained(checkpoint, **kwargs)

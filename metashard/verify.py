@@ -20,7 +20,8 @@ _HASH_BYTES = 32 << 20
 def digest_shards(module: nn.Module) -> str:
     """SHA-256 over this rank's shards, buffers and plain tensor attributes, in FQN order.
 
-    Each contributes its name, dtype, full shape and the bytes that this rank holds. Ties count under each of their names.
+    Each contributes its name, dtype, full shape and the bytes that this rank holds. Ties count under each of their
+    names.
 
     Returns:
         The hex digest. Equal digests on the same rank of two loads mean equal bytes.
@@ -29,7 +30,7 @@ def digest_shards(module: nn.Module) -> str:
 
 
 def reference_digest(reference: nn.Module, sharded: nn.Module) -> str:
-    """What `digest_shards(sharded)` should be on this rank, given a full module of the same class with the right values."""
+    """What `digest_shards(sharded)` should be on this rank, given a full module of its class with the right values."""
     held = {slot.fqn: tensor for slot, tensor in named_slots(sharded)}
     slots = [(slot, tensor) for slot, tensor in named_slots(reference)]
     parts: dict[str, torch.Tensor] = {}
@@ -74,8 +75,8 @@ def check_loaded(module: nn.Module, ties: dict[str, str]) -> None:
     leftovers = [slot.fqn for slot, tensor in slots if tensor.is_meta or _local_is_meta(tensor)]
     if leftovers:
         raise LoadError(
-            f"{len(leftovers)} tensors are still on the meta device: {', '.join(leftovers[:5])}. They are neither in the "
-            "checkpoint nor computed by the module on rank 0.",
+            f"{len(leftovers)} tensors are still on the meta device: {', '.join(leftovers[:5])}. They are "
+            f"neither in the checkpoint nor computed by the module on rank 0.",
             phase="check",
             key=leftovers[0],
             expected="no tensor on the meta device",

@@ -42,6 +42,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     # Gather bytes: all-gather does not take every dtype, and full_tensor() goes through it.
     local = tensor.to_local()
     return tensor.full_tensor() if local.dtype not in _BYTES_ONLY else _gather_bytes(tensor)

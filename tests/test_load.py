@@ -77,7 +77,7 @@ def test_hsdp_replicas_are_equal_to_the_reference(name, mesh, saved, ranks4):
 
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "T5EncoderModel"])
 def test_several_files_are_loaded_by_their_index(name, saved, ranks2):
-    folder = saved(name, "100KB")
+    folder = saved(name, "20KB")
     assert len(list(Path(folder).glob("*.safetensors"))) > 2
     results = ranks2.run(check_case, name, folder, torch.bfloat16, WAYS, timeout=120)
     assert faults(results) == []
@@ -357,7 +357,7 @@ def test_a_component_that_cannot_be_had_is_an_error_on_every_rank(component, kin
 
 def test_an_index_that_names_an_absent_file_is_an_error_on_every_rank(saved, tmp_path, ranks2):
     folder = tmp_path / "model"
-    shutil.copytree(saved("SD3Transformer2DModel", "100KB"), folder)
+    shutil.copytree(saved("SD3Transformer2DModel", "20KB"), folder)
     next(folder.glob("*00002-of*.safetensors")).unlink()
     kind, text, _ = _same_on_all(ranks2.run(_error, str(folder)))
     assert kind == "CheckpointError"

@@ -43,7 +43,7 @@ def fill(
     """
     tensors = {slot.fqn: tensor for slot, tensor in named_slots(module)}
     registered = [s for s in slots if s.kind != "attribute" and s.tie == s.fqn]
-    # A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is only what __init__ computed.
+    # A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is what __init__ computed.
     from_files = [s.fqn for s in registered if s.fqn in sources and not (s.kind == "parameter" and s.real)]
     from_memory = [s.fqn for s in registered if s.kind == "parameter" and s.fqn not in set(from_files)]
     file_targets = [target(fqn, tensors[fqn]) for fqn in from_files]

@@ -37,8 +37,8 @@ class Source(Protocol):
 def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, transport: str) -> None:
     """Fill `targets` on every rank of the shard group from the group's first rank.
 
-    Memory: two buckets of at most half of `staging_bytes` on the sender; in transport `scatter` a receiver's buckets are
-    smaller by the number of ranks.
+    Memory: two buckets of at most half of `staging_bytes` on the sender; in transport `scatter` a receiver's buckets
+    are smaller by the number of ranks.
 
     Args:
         targets: The same, in the same order, on every rank of the group.
@@ -106,7 +106,9 @@ class _Mover:
                 for row, rank in enumerate(self.ranks if self.scatter else self.ranks[:1]):
                     if self.scatter:
                         box = target.box_of(rank)
-                        runs: Runs = [(first, local - piece.start, n) for first, local, n in box.runs(piece.start, piece.stop)]
+                        runs: Runs = [
+                            (first, local - piece.start, n) for first, local, n in box.runs(piece.start, piece.stop)
+                        ]
                         count = max(0, min(piece.stop, box.numel) - piece.start)
                     else:
                         runs = [(piece.start, 0, piece.stop - piece.start)]

@@ -1,4 +1,4 @@
-"""Strategy `direct`: every rank reads the byte runs of its own shards; a replicated tensor is read once by the group."""
+"""Strategy `direct`: every rank reads its own shards' byte runs; a replicated tensor is read once by the group."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def share_replicated(targets: Sequence[Target], job: Job) -> None:
 
 
 def _part(number: int, target: Target, owner: int, owners: int) -> tuple[int, int]:
-    """Elements of a replicated target that `owner` reads: an equal part of a large one, all or nothing of a small one."""
+    """Elements of a replicated target that `owner` reads: an equal part of a large one, all or none of a small one."""
     numel = target.flat.numel()
     if target.flat.nbytes >= _SPLIT_BYTES:
         return chunk(numel, owner, owners)

@@ -111,7 +111,7 @@ class Files:
 
 
 def place(files: Files, read: Read, staging: torch.Tensor | None) -> None:
-    """Read a run and put it in place, through `staging` (1-D uint8) unless the memory can take the bytes as they are."""
+    """Read a run and put it in place, through `staging` (1-D uint8) if it needs a cast or another device."""
     if read.into.device.type == "cpu" and read.into.dtype == read.entry.dtype:
         files.read(read, as_bytes(read.into))
         return
