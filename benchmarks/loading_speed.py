@@ -317,14 +317,16 @@ def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[An
             told = [flow for flow in ours if (flow, cache) in at and at[flow, cache].phases]
             if told:
                 phases = list(dict.fromkeys(phase for flow in told for phase in at[flow, cache].phases))
-                rows = [[flow, *(_seconds(at[flow, cache].phases.get(p, math.nan)) for p in phases)] for flow in told]
+                spent = {flow: at[flow, cache].phases for flow in told}
+                rows = [[flow, *(_seconds(spent[flow].get(phase, math.nan)) for phase in phases)] for flow in told]
                 lines += ["", f"Seconds by phase, {cache}:", "", markdown_table([cache, *phases], rows)]
     lines += ["", "Flows:", ""]
     lines += [f"- `{flow}`: {peers.ABOUT[flow]}." for flow in dict.fromkeys(summary.flow for summary in summaries)]
     lines += [
         "",
         "GB read: as the flow's own report says, else what the storage delivered in the cold runs; all ranks together.",
-        "Host memory: anonymous and shared, at its highest, above what it was when the clock started; the highest rank.",
+        "Host memory: anonymous and shared (mapped files are not in it), above what it was when the clock started; the",
+        "highest moment of the highest rank.",
         "",
     ]
     return "\n".join(lines)

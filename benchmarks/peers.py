@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -92,7 +93,7 @@ def from_pretrained(path: Path, component: str | None, dtype: torch.dtype, **kwa
 
 
 def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`fully_shard` on the blocks that the class says not to split, else that it says are repeated; then on the root."""
+    """`fully_shard` on the blocks that the class says not to split, else those it says repeat; then on the root."""
     blocks = set(getattr(module, "_no_split_modules", None) or getattr(module, "_repeated_blocks", None) or ())
     for sub in reversed(list(module.modules())):
         if type(sub).__name__ in blocks and sub is not module:
@@ -455,23 +456,20 @@ class Ours:
 
     def __call__(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
         """Returns (module, report)."""
-        try:
-            import metashard
+        if importlib.util.find_spec("metashard") is None:
+            raise NotAvailableError("metashard is not installed")
+        import metashard  # if it is there and cannot be imported, that is a failure
 
-            load_component, policy = metashard.load_component, metashard.LoadPolicy
-        except (ImportError, AttributeError) as error:
-            raise NotAvailableError(f"metashard cannot do this here: {error}") from error
-        try:
-            return load_component(
-                path,
-                component,
-                mesh=mesh,
-                dtype=dtype,
-                load=policy(strategy=self.strategy, transport=self.transport, progress=False),
-                output_loading_info=True,
-            )
-        except NotImplementedError as error:
-            raise NotAvailableError(f"metashard cannot do this here: {error}") from error
+        if not hasattr(metashard, "load_component") or not hasattr(metashard, "LoadPolicy"):
+            raise NotAvailableError("this metashard has no load_component")
+        return metashard.load_component(
+            path,
+            component,
+            mesh=mesh,
+            dtype=dtype,
+            load=metashard.LoadPolicy(strategy=self.strategy, transport=self.transport, progress=False),
+            output_loading_info=True,
+        )
 
 
 PEERS: dict[str, Callable[..., Any]] = {

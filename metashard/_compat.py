@@ -30,6 +30,7 @@ __all__ = [
     "diffusers_fixed_keys",
     "ignored_by",
     "library_from_pretrained",
+    "set_group_policy",
     "transformers_dtype_plan",
     "transformers_from_config",
     "transformers_renamer",
@@ -42,6 +43,18 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
     `to_empty` itself would wipe the buffers. FSDP overrides `_apply` to re-pad and re-register its shards afterwards.
     """
     module._apply(fn)
+
+
+def set_group_policy(module: nn.Module, mesh_infos: list[Any], policy: Any) -> None:
+    """Give those parameter groups of an FSDP module that are on one of `mesh_infos` another mixed precision policy.
+
+    `fully_shard` takes one policy for all groups of a module. FSDP reads a group's `mp_policy` in its lazy init.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        if any(group.mesh_info is info for info in mesh_infos):
+            group.mp_policy = policy
+            for parameter in group.fsdp_params:
+                parameter.mp_policy = policy
 
 
 @contextmanager

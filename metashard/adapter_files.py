@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from metashard.adapter_targets import check_kind, no_match
+from metashard.adapter_checks import check_kind, no_match
 from metashard.errors import AdapterError
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ class Agreement:
         with self.phase(name):
             if self.leader:
                 packed = pickle.dumps(make())  # here, so that what cannot be sent fails in this phase
-        return pickle.loads(self.from_leader(packed))  # type: ignore[no-any-return]
+        return pickle.loads(self.from_leader(packed))
 
     def node_leader(self) -> bool:
         """Whether this rank is the first of its host, as told by the host names of all ranks."""

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from metashard import fill
+from metashard import _compat, fill
+from metashard.adapter_checks import watch_adapters
 from metashard.agree import Agreement, mesh_ranks
 from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
 from metashard.component import Component, resolve_component
@@ -25,7 +26,7 @@ from metashard.mapping import Mapping as EntryMapping
 from metashard.mapping import apply_dtypes, map_entries, missing_error
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport, Recorder
-from metashard.shard import allocate, average_replicated_grads, check_mesh, mesh_device, shard_module
+from metashard.shard import allocate, average_replicated_grads, check_mesh, choose_groups, mesh_device, shard_module
 from metashard.shell import build_shell
 from metashard.verify import check_loaded
 
@@ -343,14 +344,15 @@ def _load_on_leader(
     if not run.agreement.leader:
         return shell, mapping
     del shell
-    module, info = found.cls.from_pretrained(
-        str(found.folder),
-        **{"torch_dtype" if found.library == "diffusers" else "dtype": dtype},
-        variant=found.variant,
-        use_safetensors=found.format == "safetensors",
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    with _compat.default_dtype(None):
+        module, info = found.cls.from_pretrained(
+            str(found.folder),
+            **{"torch_dtype" if found.library == "diffusers" else "dtype": dtype},
+            variant=found.variant,
+            use_safetensors=found.format == "safetensors",
+            local_files_only=True,
+            output_loading_info=True,
+        )
     if headers is not None:
         run.recorder.add(bytes_read=headers.nbytes)
     missing = sorted(info.get("missing_keys") or ())
@@ -401,8 +403,10 @@ def _shard_and_fill(
         check_shell(module, run.agreement)
         _check_sources(slots, sources)
     with run.phase("shard"):
+        blocks = choose_groups(module, run.shard)
+    with run.phase("shard"):  # from here on the caller's module is changed
         real = take_real(module)
-        shard_module(module, run.mesh, run.shard, ignored)
+        shard_module(module, blocks, run.mesh, run.shard, ignored)
         if not run.agreement.leader:
             real = {}
     with run.phase("allocate"):
@@ -413,6 +417,7 @@ def _shard_and_fill(
     with run.phase("check"):
         check_loaded(module, {slot.fqn: slot.tie for slot in slots if slot.kind != "attribute"})
         average_replicated_grads(module, run.mesh, ignored)
+        watch_adapters(module)
     return _report(run, module, strategy, reason, mapping)
 
 

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from metashard.adapter_targets import check_kind, no_match, warn_of_idle_targets
+from metashard.adapter_checks import check_kind, no_match, refuse_sharded, warn_of_idle_targets
 from metashard.agree import Agreement
 from metashard.errors import AdapterError, LayoutError
 
@@ -169,7 +168,7 @@ def inject(
     phase: Callable[[str], Any] = agreement.phase if agreement else lambda name: nullcontext()
     specs: list[LoraSpec] = []
     with phase("adapters"):
-        _refuse_sharded(module)
+        refuse_sharded(module)
         specs = as_specs(lora)
     if agreement:
         _same_everywhere(specs, agreement)
@@ -223,19 +222,6 @@ def _plain(source: Any) -> Any:
     if isinstance(source, (set, frozenset)):
         return sorted(map(str, source))
     return [_plain(item) for item in source] if isinstance(source, (list, tuple)) else str(source)
-
-
-def _refuse_sharded(module: nn.Module) -> None:
-    sharded = [name or "(root)" for name, sub in module.named_modules() if isinstance(sub, FSDPModule)]
-    if sharded:
-        raise AdapterError(
-            f"{sharded[0]} is sharded already: adapters added now would be plain parameters of each rank whose "
-            "gradients are never averaged. Pass lora= to load_component, or call add_lora before wrap_model.",
-            phase="adapters",
-            key=sharded[0],
-            expected="a module before fully_shard",
-            got=f"{len(sharded)} FSDP modules",
-        )
 
 
 @contextmanager

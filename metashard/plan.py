@@ -134,6 +134,10 @@ class Piece:
     stop: int
     at: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Bucket:

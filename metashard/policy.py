@@ -40,8 +40,8 @@ class ShardPolicy:
     ignored_params: Iterable[str | nn.Parameter] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.wrap, str):
-            raise ValueError(f"wrap={self.wrap!r}: expected an iterable of class names, such as ({self.wrap!r},).")
+        if isinstance(self.wrap, (str, type)):
+            raise ValueError(f"wrap={self.wrap!r}: expected an iterable of class names and classes, such as a tuple.")
         if self.wrap is not None and not callable(self.wrap):
             object.__setattr__(self, "wrap", tuple(self.wrap))
         if isinstance(self.ignored_params, str):

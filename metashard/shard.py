@@ -6,13 +6,19 @@ original parameter dtype"): fp32 pins in a bf16 model, which may be bare paramet
 forward. Frozen mixtures are fine. `fully_shard` makes a second group inside one module for parameters whose
 `shard_placement_fn` names another mesh; a mesh over the same ranks with a process group of its own is such a mesh. So
 each further trainable dtype of a module gets its own mesh, made once, and is gathered and reduced apart, in its own
-dtype.
+dtype. As both meshes are equal (same ranks, same axis names), optimizers, gradient clipping and checkpoints see
+DTensors of one mesh.
+
+Mixed precision (`MixedPrecisionPolicy(param_dtype=...)`) would cast the parameters that a class pins to fp32 as well,
+trainable or frozen. They get groups of their own too, whose policy computes in fp32.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +39,7 @@ from metashard import _compat
 from metashard.agree import mesh_ranks, new_group
 from metashard.errors import ShardError
 from metashard.layout import named_slots, set_tensor
+from metashard.memory import advise_huge_pages
 from metashard.plan import Box, Sharding, whole
 from metashard.policy import ShardPolicy, WrapRule
 
@@ -151,8 +158,8 @@ def _without_ties_across(module: nn.Module, chosen: list[str]) -> set[str]:
     return kept
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, ignored: set[str]) -> None:
-    """`fully_shard` the blocks, then the root. Parameters must be on meta; `ignored` FQNs stay replicated.
+def choose_groups(module: nn.Module, policy: ShardPolicy) -> list[str]:
+    """Names of the modules to wrap before the root; changes nothing.
 
     Raises:
         ShardError: Nothing to wrap, or the module is sharded already.
@@ -164,44 +171,88 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy, ignor
             phase="shard",
             key=already[0],
         )
-    blocks = find_blocks(module, policy.wrap)
+    return find_blocks(module, policy.wrap)
+
+
+def shard_module(
+    module: nn.Module, blocks: list[str], mesh: DeviceMesh, policy: ShardPolicy, ignored: set[str]
+) -> None:
+    """`fully_shard` the blocks, then the root. Parameters must be on meta; `ignored` FQNs stay replicated."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    groups = _dtype_groups(parameters, set(blocks), ignored)
+    mp_policy = policy.mp_policy or MixedPrecisionPolicy()
+    pinned = pinned_names(module, mp_policy.param_dtype)
+    groups = _dtype_groups(parameters, set(blocks), ignored, pinned)
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": policy.reshard_after_forward,
-        "mp_policy": policy.mp_policy or MixedPrecisionPolicy(),
+        "mp_policy": mp_policy,
         "offload_policy": policy.offload_policy or OffloadPolicy(),
         "ignored_params": {parameters[fqn] for fqn in ignored},
         "shard_placement_fn": policy.shard_placement_fn,
     }
-    if groups:
-        infos = [_mesh_info(_own_mesh(mesh, number)) for number in range(max(groups.values()))]
+    infos = {group: _mesh_info(_own_mesh(mesh, group)) for group in sorted(set(groups.values()))}
+    if infos:
         kwargs["shard_placement_fn"] = _placement_by_dtype(
-            {id(parameters[fqn]): infos[number - 1] for fqn, number in groups.items()}, policy.shard_placement_fn
+            {id(parameters[fqn]): infos[group] for fqn, group in groups.items()}, policy.shard_placement_fn
         )
+    in_fp32 = [info for (is_pinned, _), info in infos.items() if is_pinned]
     for name in [*blocks, ""]:
         fully_shard(module.get_submodule(name), **kwargs)
+        if in_fp32:
+            _compat.set_group_policy(module.get_submodule(name), in_fp32, _fp32(mp_policy))
     # Autoencoders are called through these as well as through forward; without it they would see sharded parameters.
     for method in ("encode", "decode"):
         if callable(getattr(module, method, None)):
             register_fsdp_forward_method(module, method)
 
 
-def _dtype_groups(parameters: dict[str, nn.Parameter], blocks: set[str], ignored: set[str]) -> dict[str, int]:
-    """FQN -> number (from 1) of the further dtype group it belongs to; see [Note: dtype groups]."""
-    bytes_by_dtype: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    trainable = {fqn: p for fqn, p in parameters.items() if p.requires_grad and fqn not in ignored}
-    for fqn, parameter in trainable.items():
-        bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)][parameter.dtype] += parameter.nbytes
-    numbers: dict[str, int] = {}
-    for fqn, parameter in trainable.items():
-        order = sorted(
-            bytes_by_dtype[_group_of(fqn.rpartition(".")[0], blocks)].items(), key=lambda x: (-x[1], str(x[0]))
-        )
-        number = [dtype for dtype, _ in order].index(parameter.dtype)
-        if number:
-            numbers[fqn] = number
+def pinned_names(module: nn.Module, param_dtype: torch.dtype | None) -> set[str]:
+    """FQNs of the parameters that their model's class keeps in fp32 when it loads in `param_dtype`; none for None."""
+    if param_dtype not in (torch.bfloat16, torch.float16):
+        return set()
+    found: set[str] = set()
+    for prefix, sub in module.named_modules():
+        pinned: Callable[[str], Any] | None = None
+        if hasattr(type(sub), "_get_dtype_plan"):  # transformers
+            pinned = _compat.transformers_dtype_plan(sub, param_dtype)
+        elif pins := tuple(getattr(type(sub), "_keep_in_fp32_modules", None) or ()):  # diffusers
+            pinned = partial(_has_part, pins)
+        if pinned is not None:
+            start = f"{prefix}." if prefix else ""
+            found |= {start + name for name, _ in sub.named_parameters(remove_duplicate=False) if pinned(name)}
+    return found
+
+
+def _has_part(parts: tuple[str, ...], name: str) -> bool:
+    return not set(parts).isdisjoint(name.split("."))
+
+
+def _fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of pinned parameters: gathered, computed with and reduced in fp32."""
+    reduce_dtype = torch.float32 if policy.reduce_dtype is not None else None
+    return replace(policy, param_dtype=torch.float32, reduce_dtype=reduce_dtype)
+
+
+def _dtype_groups(
+    parameters: dict[str, nn.Parameter], blocks: set[str], ignored: set[str], pinned: set[str]
+) -> dict[str, tuple[bool, int]]:
+    """FQN -> (pinned, number) of the further dtype group it belongs to; see [Note: dtype groups].
+
+    Parameters that are not in the result stay in their module's own group: those of the trainable dtype with most
+    bytes, and all frozen ones that are not pinned.
+    """
+    bytes_of: dict[tuple[str, bool], Counter[torch.dtype]] = defaultdict(Counter)
+    kept = {fqn: p for fqn, p in parameters.items() if fqn not in ignored}
+    owner = {fqn: (_group_of(fqn.rpartition(".")[0], blocks), fqn in pinned) for fqn in kept}
+    for fqn, parameter in kept.items():
+        if parameter.requires_grad:
+            bytes_of[owner[fqn]][parameter.dtype] += parameter.nbytes
+    numbers: dict[str, tuple[bool, int]] = {}
+    for fqn, parameter in kept.items():
+        order = sorted(bytes_of[owner[fqn]].items(), key=lambda x: (-x[1], str(x[0])))
+        number = [dtype for dtype, _ in order].index(parameter.dtype) if parameter.requires_grad else 0
+        if number or fqn in pinned:
+            numbers[fqn] = (fqn in pinned, number)
     return numbers
 
 
@@ -218,12 +269,12 @@ def _placement_by_dtype(
     return place
 
 
-_own_meshes: dict[tuple[int, int], tuple[DeviceMesh, DeviceMesh]] = {}
+_own_meshes: dict[tuple[int, tuple[bool, int]], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
-def _own_mesh(mesh: DeviceMesh, number: int) -> DeviceMesh:
-    """A mesh over the same ranks with process groups of its own, made once for a mesh and number. Collective."""
-    key = (id(mesh), number)
+def _own_mesh(mesh: DeviceMesh, group: tuple[bool, int]) -> DeviceMesh:
+    """A mesh over the same ranks with process groups of its own, made once for a mesh and dtype group. Collective."""
+    key = (id(mesh), group)
     if key not in _own_meshes or _own_meshes[key][0] is not mesh:
         groups = []
         for axis in range(mesh.ndim):
@@ -260,7 +311,7 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
     def materialise(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_meta and isinstance(tensor, DTensor)):
             return tensor
-        local = torch.empty_like(tensor.to_local(), **shard_kwargs)
+        local = advise_huge_pages(torch.empty_like(tensor.to_local(), **shard_kwargs))
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
@@ -271,7 +322,7 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
         if slot.kind == "attribute" or not tensor.is_meta:
             continue
         if slot.tie not in plain:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            empty = advise_huge_pages(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
             plain[slot.tie] = (
                 nn.Parameter(empty, requires_grad=tensor.requires_grad) if slot.kind == "parameter" else empty
             )

@@ -14,6 +14,7 @@ whole checkpoint even if the parameters are on meta, so for the time of `init_co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,10 +31,15 @@ from metashard.layout import plain_tensors, take_real
 _WEIGHT_KWARGS = (
     "ignore_mismatched_sizes", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict", "variant",
     "use_safetensors", "disable_mmap", "use_flashpack", "flashpack_kwargs", "parallel_config", "weights_only",
-    "key_mapping", "adapter_kwargs", "adapter_name",
+    "key_mapping", "adapter_kwargs", "adapter_name", "trust_remote_code", "tqdm_class", "_from_pipeline", "_from_auto",
+    "offload_buffers", "_commit_hash", "generation_config", "allow_all_kernels", "use_kernels", "kernel_config",
+    "mirror", "_fast_init", "from_tf", "from_flax", "resume_download", "use_auth_token", "code_revision",
 )  # fmt: skip
 _HUB_KWARGS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-_REFUSED_KWARGS = ("device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "distributed_config")
+_REFUSED_KWARGS = (
+    "device_map", "quantization_config", "state_dict", "gguf_file", "tp_plan", "tp_size", "device_mesh",
+    "distributed_config", "fusion_config",
+)  # fmt: skip
 
 
 def is_real_rank() -> bool:
@@ -89,7 +95,8 @@ def from_pretrained(cls: type[Any], checkpoint: str, **kwargs: Any) -> nn.Module
         meta.
     """
     if is_real_rank():
-        return cls.from_pretrained(checkpoint, **kwargs)
+        with _compat.default_dtype(None):  # put back what a failing constructor would leave behind
+            return cls.from_pretrained(checkpoint, **kwargs)
     with shell_context(), pins_cleared(cls):
         built = cls.from_pretrained(checkpoint, **{**kwargs, "low_cpu_mem_usage": False})
     retie(built[0] if isinstance(built, tuple) else built)
@@ -199,6 +206,8 @@ def _diffusers_shell(cls: Any, checkpoint: Any, **kwargs: Any) -> Any:
 
 def _transformers_shell(cls: Any, checkpoint: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     """`PreTrainedModel.from_pretrained` without its second half."""
+    from transformers import PreTrainedConfig
+
     _refuse(kwargs, cls)
     dtype = kwargs.pop("torch_dtype", None)
     dtype = kwargs.pop("dtype", None) or dtype
@@ -206,7 +215,10 @@ def _transformers_shell(cls: Any, checkpoint: Any, *args: Any, config: Any = Non
     for name in _WEIGHT_KWARGS:
         kwargs.pop(name, None)
     hub = {name: kwargs.pop(name) for name in _HUB_KWARGS if name in kwargs}
-    if config is None:
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        checkpoint = config if config is not None else checkpoint
         config, kwargs = cls.config_class.from_pretrained(checkpoint, return_unused_kwargs=True, **hub, **kwargs)
     if getattr(config, "quantization_config", None) is not None:
         _refuse({"quantization_config": True}, cls)

@@ -41,11 +41,16 @@ WRAPPED = {
     "WanTransformer3DModel": {"WanTransformerBlock": 3},
     "LTX2VideoTransformer3DModel": {"LTX2VideoTransformerBlock": 3},
     "T5EncoderModel": {"T5Block": 3},
-    "CLIPTextModel": {"CLIPEncoderLayer": 3},
-    "BertModel": {"BertLayer": 3},
+    "CLIPTextModel": {"CLIPTextEmbeddings": 1, "CLIPEncoderLayer": 3},
+    "BertModel": {"BertEmbeddings": 1, "BertLayer": 3},
     "LlamaForCausalLM-tied": {"LlamaDecoderLayer": 3},
-    "UNet2DConditionModel": {},
-    "AutoencoderKL": {},
+    "UNet2DConditionModel": {
+        "BasicTransformerBlock": 12,
+        "ResnetBlock2D": 12,
+        "CrossAttnUpBlock2D": 1,
+        "UpBlock2D": 1,
+    },
+    "AutoencoderKL": {"ResnetBlock2D": 19},
 }
 
 
@@ -131,7 +136,9 @@ def test_a_rule_that_matches_nothing_says_what_to_pass() -> None:
         assert "ShardPolicy(wrap=" in str(info.value)
         assert "Block (3)" in str(info.value)
         assert info.value.phase == "shard"
-    with pytest.raises(ShardError, match="Found no repeated blocks to wrap of Linear; as one single FSDP group") as info:
+    with pytest.raises(
+        ShardError, match="Found no repeated blocks to wrap of Linear; as one single FSDP group"
+    ) as info:
         find_blocks(nn.Linear(2, 2), None)
     assert "wrap=()" in str(info.value)
 
@@ -186,8 +193,7 @@ def gradient_faults(name: str, folder: str, mesh_shape: tuple[int, ...], dtype: 
     case, mesh = zoo.CASES[name], cpu_mesh(*mesh_shape)
     model = metashard.load_component(folder, mesh=mesh, dtype=dtype, load=LOAD)
     expected = reference(case, Path(folder), dtype)
-    for module in (model, expected):
-        module.train()
+    for module in (model, expected):  # in eval mode: no dropout
         loss_of(case, module, dtype).backward()
     found, dtypes = [], {}
     held = dict(model.named_parameters())
@@ -197,9 +203,11 @@ def gradient_faults(name: str, folder: str, mesh_shape: tuple[int, ...], dtype: 
             found.append(f"{fqn}: {held[fqn].dtype}, expected {parameter.dtype}")
         elif (held[fqn].grad is None) != (parameter.grad is None):
             found.append(f"{fqn}: one gradient is None")
-        elif parameter.grad is not None and not torch.equal(full(held[fqn].grad), parameter.grad):
+        elif parameter.grad is not None:
+            # FSDP's hooks change the order in which autograd adds up what several blocks send back: a rounding or two.
             worst = (full(held[fqn].grad) - parameter.grad).abs().max().item()
-            found.append(f"{fqn}: gradient differs by {worst}")
+            if worst > 2 * torch.finfo(parameter.dtype).eps * parameter.grad.abs().max().item():
+                found.append(f"{fqn}: gradient differs by {worst}")
     return {"found": found, "dtypes": dtypes, "groups": sum(isinstance(m, FSDPModule) for m in model.modules())}
 
 
@@ -338,8 +346,7 @@ def wrap_twice() -> list[str]:
     try:
         metashard.wrap_model(model, mesh=cpu_mesh(), load=LOAD)
     except ShardError as error:
-        assert "already sharded" in str(error)
-        return differences(model, expected)
+        return differences(model, expected) if "already sharded" in error.message else [error.message]
     return ["wrapped twice"]
 
 

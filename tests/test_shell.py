@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def built(name: str, folder: str, how: str) -> nn.Module:
 
 
 def faults_of_roles(name: str, folder: str, how: str) -> list[str]:
-    """What is not as it should be: rank 0 as the library gives it, other ranks shells whose computed state is the same."""
+    """What is not as it should be: rank 0 as the library gives it, others shells with the same computed state."""
     case, model = zoo.CASES[name], built(name, folder, how)
     expected = reference(case, Path(folder), BF16) if how != "constructor" else built_plainly(case, folder)
     if dist.get_rank() == 0 and how != "constructor":
@@ -126,12 +126,8 @@ def through_auto_model(folder: str, library: str) -> list[str]:
     return sorted({f"{type(model).__name__} {parameter.is_meta}" for parameter in model.parameters()})
 
 
-@pytest.mark.parametrize(
-    ("name", "library"), [("SD3Transformer2DModel", "diffusers"), ("BertModel", "transformers")]
-)
-def test_auto_classes_give_shells_too(
-    ranks2: Ranks, saved: Callable[[str], str], name: str, library: str
-) -> None:
+@pytest.mark.parametrize(("name", "library"), [("SD3Transformer2DModel", "diffusers"), ("BertModel", "transformers")])
+def test_auto_classes_give_shells_too(ranks2: Ranks, saved: Callable[[str], str], name: str, library: str) -> None:
     told = ranks2.run(through_auto_model, saved(name), library)
     assert told == [[f"{name} False"], [f"{name} True"]]
 
@@ -172,7 +168,7 @@ def test_loading_info_keeps_its_shape_on_shells(ranks2: Ranks, saved: Callable[[
 
 
 class Pinned:
-    _keep_in_fp32_modules: Any = ["norm"]
+    _keep_in_fp32_modules: ClassVar[Any] = ["norm"]
 
 
 class Inherits(Pinned):
@@ -340,8 +336,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("large")
     diffusers.SD3Transformer2DModel(
-        sample_size=8, in_channels=4, num_layers=3, attention_head_dim=64, num_attention_heads=9,
-        joint_attention_dim=64, caption_projection_dim=576, pooled_projection_dim=64, out_channels=4, pos_embed_max_size=9,
+        sample_size=8, pos_embed_max_size=9, in_channels=4, out_channels=4, num_layers=3, num_attention_heads=9,
+        attention_head_dim=64, joint_attention_dim=64, caption_projection_dim=576, pooled_projection_dim=64,
     ).save_pretrained(folder / "diffusers")  # fmt: skip
     config = transformers.T5Config(vocab_size=16000, d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8)
     transformers.T5EncoderModel(config).save_pretrained(folder / "transformers")

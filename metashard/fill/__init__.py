@@ -14,7 +14,7 @@ from metashard.fill.bytes import flat_local
 from metashard.fill.collective import Source, broadcast_in_place, exchange
 from metashard.fill.direct import read_own, share_replicated
 from metashard.fill.rank0 import Memory
-from metashard.fill.reader import Files
+from metashard.fill.reader import Files, Reader
 from metashard.fill.stream import FileSource
 from metashard.fill.target import Job, Target, target
 from metashard.layout import Slot, named_slots
@@ -59,11 +59,12 @@ def fill(
         assert headers is not None
         assert job.folder is not None
         with _phase(job, "fill"), Files(job.folder, headers.sizes) as files:
-            staging = torch.empty(job.policy.staging_bytes // 4, dtype=torch.uint8)
-            _send(file_targets, FileSource(files, sources, staging), job)
+            half = job.policy.staging_bytes // 2  # the buckets have the other half
+            reader = Reader(files, threads=job.policy.io_threads, staging_bytes=half)
+            _send(file_targets, FileSource(reader, sources), job)
             job.recorder.add(bytes_read=files.bytes_read)
     with _phase(job, "fill"):
-        _send(memory_targets, Memory(real), job)
+        _send(memory_targets, Memory(real, device=job.device, staging_bytes=job.policy.staging_bytes // 2), job)
     with _phase(job, "buffers"):
         computed = _computed_on_rank0(module, slots, set(from_files))
         _from_rank0(computed, job)

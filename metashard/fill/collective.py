@@ -9,14 +9,14 @@ that has left, and the agreement at the end of the phase raises the same error e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from metashard.fill.bytes import as_bytes, as_dtype
 from metashard.fill.target import Job, Target
-from metashard.plan import Bucket, fill_buckets
+from metashard.plan import Bucket, Piece, fill_buckets
 
 _STATUS_BYTES = 16
 _OK, _FAILED = 0, 1
@@ -24,11 +24,19 @@ _OK, _FAILED = 0, 1
 Runs = Iterable[tuple[int, int, int]]  # (element of the full tensor, element of `out`, count)
 
 
-class Source(Protocol):
-    """Where the sending rank gets a target's elements from."""
+class Parcel(NamedTuple):
+    """`runs` of a target's full tensor that go to `out` (1-D, the target's dtype, any device)."""
 
-    def pack(self, target: Target, runs: Runs, out: torch.Tensor) -> None:
-        """Write the runs of the full tensor to `out` (1-D, the target's dtype, on the collective's device)."""
+    target: Target
+    runs: Runs
+    out: torch.Tensor
+
+
+class Source(Protocol):
+    """Where the sending rank gets elements from."""
+
+    def pack(self, parcels: Sequence[Parcel]) -> None:
+        """Bring every parcel's elements in place; they are there when it returns."""
 
     def done(self, target: Target) -> None:
         """All of `target` has been packed; its source may be freed."""
@@ -37,8 +45,10 @@ class Source(Protocol):
 def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, transport: str) -> None:
     """Fill `targets` on every rank of the shard group from the group's first rank.
 
-    Memory: two buckets of at most half of `staging_bytes` on the sender; in transport `scatter` a receiver's buckets
-    are smaller by the number of ranks.
+    In transport "scatter" a rank is sent its own shard, in "broadcast" everything, of which it keeps its shard. The
+    sender's own shards never travel. Two buckets take turns: while one travels, the sender packs the next.
+
+    Memory: half of `staging_bytes` on the sender; in "scatter" a receiver's buckets are smaller by the number of ranks.
 
     Args:
         targets: The same, in the same order, on every rank of the group.
@@ -48,8 +58,8 @@ def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, tran
     """
     ranks = job.shard_ranks
     scatter = transport == "scatter"
-    slots = len(ranks) if scatter else 1
-    bucket_bytes = max(job.policy.staging_bytes // 2 // slots, 1 << 12)
+    rows = max(1, len(ranks) - 1) if scatter else 1
+    bucket_bytes = max(job.policy.staging_bytes // 4 // rows, 1 << 12)
     if scatter:
         sizes = [(max(t.box_of(r).numel for r in ranks), t.dtype.itemsize) for t in targets]
     else:
@@ -57,123 +67,144 @@ def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, tran
     buckets = fill_buckets(sizes, bucket_bytes)
     if not buckets:
         return
-    slot_bytes = max(bucket.nbytes for bucket in buckets) + _STATUS_BYTES
-    mover = _Mover(targets, source, job, slot_bytes, scatter)
-    mover.run(buckets)
+    if source is not None:
+        _Sender(targets, source, job, scatter=scatter).run(buckets)
+    else:
+        _Receiver(targets, job, scatter=scatter).run(buckets)
 
 
-class _Mover:
-    """Two buckets in turn: while one travels, the sender packs the next."""
-
-    def __init__(
-        self, targets: Sequence[Target], source: Source | None, job: Job, slot_bytes: int, scatter: bool
-    ) -> None:
+class _Sender:
+    def __init__(self, targets: Sequence[Target], source: Source, job: Job, *, scatter: bool) -> None:
         self.targets, self.source, self.job, self.scatter = targets, source, job, scatter
-        self.ranks = job.shard_ranks
-        self.sends = source is not None
-        rows = len(self.ranks) if scatter and self.sends else 1
-        self.outgoing = [torch.empty(rows, slot_bytes, dtype=torch.uint8, device=job.device) for _ in range(2)]
-        incoming = slot_bytes if scatter else 0
-        self.incoming = [torch.empty(incoming, dtype=torch.uint8, device=job.device) for _ in range(2)]
+        self.others = job.shard_ranks[1:]
+        self.boxes = [{rank: target.box_of(rank) for rank in self.others} for target in targets] if scatter else []
         self.error: Exception | None = None
 
     def run(self, buckets: Sequence[Bucket]) -> None:
-        waiting: tuple[dist.Work | None, Bucket, int] | None = None
-        last_bucket = {piece.item: number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
+        last = {piece.item: number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
+        slot = max(bucket.nbytes for bucket in buckets) + _STATUS_BYTES
+        count = (len(self.others) if self.scatter else 1) if self.others else 0
+        turns = [torch.empty(count, slot, dtype=torch.uint8, device=self.job.device) for _ in range(2)]
+        travelling: list[list[dist.Work]] = [[], []]
         for number, bucket in enumerate(buckets):
             turn = number % 2
-            if self.sends:
-                self._pack(bucket, self.outgoing[turn])
-            if waiting is not None and not self._arrive(*waiting):
+            for work in travelling[turn]:
+                work.wait()
+            status = _OK
+            try:
+                self._pack(bucket, turns[turn])
+                for item in {piece.item for piece in bucket.pieces if last[piece.item] == number}:
+                    self.source.done(self.targets[item])
+            except Exception as error:  # noqa: BLE001 - raised after the others know
+                self.error, status = error, _FAILED
+            travelling[turn] = self._send(turns[turn][:, : bucket.nbytes + _STATUS_BYTES], status)
+            if status != _OK:
                 break
-            waiting = (self._send(turn), bucket, turn)
-            if self.sends and self.source is not None and self.error is None:
-                for piece in bucket.pieces:
-                    if last_bucket[piece.item] == number:
-                        self.source.done(self.targets[piece.item])
-        else:
-            if waiting is not None:
-                self._arrive(*waiting)
+        for work in (*travelling[0], *travelling[1]):
+            work.wait()
         if self.error is not None:
             raise self.error
 
     def _pack(self, bucket: Bucket, rows: torch.Tensor) -> None:
-        status = _OK
-        try:
-            assert self.source is not None
-            for piece in bucket.pieces:
-                target = self.targets[piece.item]
-                for row, rank in enumerate(self.ranks if self.scatter else self.ranks[:1]):
-                    if self.scatter:
-                        box = target.box_of(rank)
-                        runs: Runs = [
-                            (first, local - piece.start, n) for first, local, n in box.runs(piece.start, piece.stop)
-                        ]
-                        count = max(0, min(piece.stop, box.numel) - piece.start)
-                    else:
-                        runs = [(piece.start, 0, piece.stop - piece.start)]
-                        count = piece.stop - piece.start
-                    if count:
-                        out = as_dtype(rows[row, piece.at :], target.dtype, count)
-                        self.source.pack(target, runs, out)
-        except Exception as error:  # noqa: BLE001 - raised after the others know
-            self.error, status = error, _FAILED
-        rows[:, -_STATUS_BYTES:] = status
-
-    def _send(self, turn: int) -> dist.Work | None:
-        group, rows = self.job.shard_group, self.outgoing[turn]
-        if self.scatter:
-            parts = list(rows.unbind(0)) if self.sends else None
-            return dist.scatter(self.incoming[turn], parts, src=self.ranks[0], group=group, async_op=True)
-        return dist.broadcast(rows[0], src=self.ranks[0], group=group, async_op=True)
-
-    def _arrive(self, work: dist.Work | None, bucket: Bucket, turn: int) -> bool:
-        """Wait for a bucket and unpack it; False if the sender has failed."""
-        if work is not None:
-            work.wait()
-        buffer = self.incoming[turn] if self.scatter else self.outgoing[turn][0]
-        if int(buffer[-_STATUS_BYTES]) != _OK:
-            return False
-        if self.error is None:
-            try:
-                self._unpack(bucket, buffer)
-            except Exception as error:
-                if self.sends:
-                    raise
-                self.error = error
-        return True
-
-    def _unpack(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        placed = 0
+        parcels: list[Parcel] = []
+        sent = placed = 0
         for piece in bucket.pieces:
             target = self.targets[piece.item]
-            if self.scatter:
-                stop = min(piece.stop, target.box.numel)
-                runs = [(piece.start, piece.start, stop - piece.start)] if stop > piece.start else []
+            if self.scatter or not self.others:  # each rank's own elements; this rank's straight into its shard
+                outs = [(target.box, target.flat[piece.start :])]
+                outs += [
+                    (self.boxes[piece.item][rank], as_dtype(rows[row, piece.at :], target.dtype, piece.numel))
+                    for row, rank in enumerate(self.others)
+                ]
+                for box, out in outs:
+                    if n := _clip(piece, box.numel):
+                        runs = [(first, at - piece.start, m) for first, at, m in box.runs(piece.start, piece.stop)]
+                        parcels.append(Parcel(target, runs, out[:n]))
+                        sent += 0 if box is target.box else n * target.dtype.itemsize
+                placed += _clip(piece, target.box.numel) * target.dtype.itemsize
             else:
-                runs = list(target.box.overlap(piece.start, piece.stop))
-            view = as_dtype(buffer[piece.at :], target.dtype, piece.stop - piece.start)
-            for first, local, count in runs:
-                target.flat[local : local + count].copy_(view[first - piece.start :][:count])
-                placed += count * target.dtype.itemsize
-        others = len(self.ranks) - 1
-        if self.sends:
-            sent = sum(
-                (p.stop - p.start if not self.scatter else max(0, min(p.stop, t.box_of(r).numel) - p.start))
-                * t.dtype.itemsize
-                for r in self.ranks[1:]
-                for p in bucket.pieces
-                for t in (self.targets[p.item],)
-            )
-            self.job.recorder.add(bytes_sent=sent)
-        elif others:
-            received = (
-                placed
-                if self.scatter
-                else sum((p.stop - p.start) * self.targets[p.item].dtype.itemsize for p in bucket.pieces)
-            )
-            self.job.recorder.add(bytes_received=received)
+                out = as_dtype(rows[0, piece.at :], target.dtype, piece.numel)
+                parcels.append(Parcel(target, [(piece.start, 0, piece.numel)], out))
+                sent += piece.numel * target.dtype.itemsize * len(self.others)
+        self.source.pack(parcels)
+        if not self.scatter and self.others:
+            placed += _keep(bucket, self.targets, rows[0])
+        self.job.recorder.add(bytes_sent=sent)
         self.job.advance(placed)
+
+    def _send(self, rows: torch.Tensor, status: int) -> list[dist.Work]:
+        group = self.job.shard_group
+        rows[:, -_STATUS_BYTES:] = status
+        if not self.scatter:
+            broadcasts = [dist.broadcast(row, src=dist.get_rank(), group=group, async_op=True) for row in rows]
+            return [work for work in broadcasts if work is not None]
+        sends = [dist.isend(row, dst=rank, group=group) for row, rank in zip(rows, self.others, strict=True)]
+        return [work for work in sends if work is not None]
+
+
+class _Receiver:
+    def __init__(self, targets: Sequence[Target], job: Job, *, scatter: bool) -> None:
+        self.targets, self.job, self.scatter = targets, job, scatter
+        self.error: Exception | None = None
+
+    def run(self, buckets: Sequence[Bucket]) -> None:
+        slot = max(bucket.nbytes for bucket in buckets) + _STATUS_BYTES
+        turns = [torch.empty(slot, dtype=torch.uint8, device=self.job.device) for _ in range(2)]
+        coming = self._receive(turns[0], buckets[0])
+        for number, bucket in enumerate(buckets):
+            row = turns[number % 2]
+            if coming is not None:
+                coming.wait()
+            if int(row[bucket.nbytes]) != _OK:
+                break  # the sender tells why at the end of the phase
+            if number + 1 < len(buckets):
+                coming = self._receive(turns[(number + 1) % 2], buckets[number + 1])
+            if self.error is None:
+                try:
+                    self._unpack(bucket, row)
+                except Exception as error:  # noqa: BLE001 - raised when nothing is on its way any more
+                    self.error = error
+        if self.error is not None:
+            raise self.error
+
+    def _receive(self, row: torch.Tensor, bucket: Bucket) -> dist.Work | None:
+        row = row[: bucket.nbytes + _STATUS_BYTES]
+        src, group = self.job.shard_ranks[0], self.job.shard_group
+        if self.scatter:
+            return dist.irecv(row, src=src, group=group)
+        return dist.broadcast(row, src=src, group=group, async_op=True)
+
+    def _unpack(self, bucket: Bucket, row: torch.Tensor) -> None:
+        placed = 0
+        if not self.scatter:
+            placed = _keep(bucket, self.targets, row)
+            received = sum(p.numel * self.targets[p.item].dtype.itemsize for p in bucket.pieces)
+        else:
+            for piece in bucket.pieces:
+                target = self.targets[piece.item]
+                n = _clip(piece, target.box.numel)
+                target.flat[piece.start : piece.start + n].copy_(as_dtype(row[piece.at :], target.dtype, n))
+                placed += n * target.dtype.itemsize
+            received = placed
+        self.job.recorder.add(bytes_received=received)
+        self.job.advance(placed)
+
+
+def _clip(piece: Piece, numel: int) -> int:
+    """How many elements of a piece a shard of `numel` elements has."""
+    return max(0, min(piece.stop, numel) - piece.start)
+
+
+def _keep(bucket: Bucket, targets: Sequence[Target], row: torch.Tensor) -> int:
+    """Copy what is this rank's out of a bucket of whole tensors; the bytes it kept."""
+    kept = 0
+    for piece in bucket.pieces:
+        target = targets[piece.item]
+        view = as_dtype(row[piece.at :], target.dtype, piece.numel)
+        for first, local, n in target.box.overlap(piece.start, piece.stop):
+            target.flat[local : local + n].copy_(view[first - piece.start :][:n])
+            kept += n * target.dtype.itemsize
+    return kept
 
 
 def broadcast_in_place(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
 from metashard.checkpoint import Checkpoint, Entry
 from metashard.fill.collective import broadcast_in_place
-from metashard.fill.reader import READ_BYTES, Files, Read, read_all, reads_for
+from metashard.fill.reader import Files, Read, Reader, reads_for
 from metashard.fill.target import Job, Target
-from metashard.plan import Box, chunk
+from metashard.plan import chunk
 
 _SPLIT_BYTES = 1 << 20  # replicated tensors from this size on are read in parts, one a rank
 
@@ -28,26 +28,20 @@ def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint
     """
     if not job.reads:
         return
-    most = min(READ_BYTES, job.policy.staging_bytes // job.policy.io_threads)
     ranks = job.shard_ranks
     me = ranks.index(dist.get_rank())
-    reads: list[Read] = []
-    for number, target in enumerate(targets):
-        box = target.box
-        start, stop = (0, box.numel) if not target.replicated else _part(number, target, me, len(ranks))
-        part = Box((box.numel,), (start,), (stop - start,)) if target.replicated else box
-        reads += reads_for(entries[target.fqn], part, target.flat[start:stop], most=most)
     assert job.folder is not None
     with Files(job.folder, checkpoint.sizes) as files:
+        reader = Reader(files, threads=job.policy.io_threads, staging_bytes=job.policy.staging_bytes)
+        reads: list[Read] = []
+        for number, target in enumerate(targets):
+            runs: Iterable[tuple[int, int, int]] = target.box.runs()
+            if target.replicated:
+                start, stop = _part(number, target, me, len(ranks))
+                runs = [(start, start, stop - start)]
+            reads += reads_for(entries[target.fqn], runs, target.flat, most=reader.most)
         try:
-            read_all(
-                files,
-                reads,
-                threads=job.policy.io_threads,
-                staging_bytes=job.policy.staging_bytes,
-                advance=job.advance,
-                pin=job.device.type != "cpu",
-            )
+            reader.run(reads, job.advance)
         finally:
             job.recorder.add(bytes_read=files.bytes_read)
 

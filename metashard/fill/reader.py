@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch
 
 from metashard.checkpoint import Entry
 from metashard.errors import CheckpointError
-from metashard.fill.bytes import as_bytes, as_dtype
-from metashard.plan import Box
+from metashard.fill.bytes import as_bytes
+from metashard.fill.staging import Staging, takes_as_is
 
 READ_BYTES = 8 << 20  # one preadv; larger gains nothing, smaller leaves more calls
 
@@ -36,10 +36,10 @@ class Read:
         return self.into.numel() * self.entry.dtype.itemsize
 
 
-def reads_for(entry: Entry, box: Box, into: torch.Tensor, *, most: int) -> Iterator[Read]:
-    """The reads that fill `into`, a rank's 1-D part of `entry`, in pieces of at most `most` bytes on disk."""
+def reads_for(entry: Entry, runs: Iterable[tuple[int, int, int]], into: torch.Tensor, *, most: int) -> Iterator[Read]:
+    """The reads that fill `into` with runs (element of `entry`, element of `into`, count), cut to `most` bytes."""
     step = max(1, most // entry.dtype.itemsize)
-    for first, local, count in box.runs():
+    for first, local, count in runs:
         for at in range(0, count, step):
             n = min(step, count - at)
             yield Read(entry, first + at, into[local + at : local + at + n])
@@ -110,51 +110,72 @@ class Files:
             self.bytes_read += done
 
 
-def place(files: Files, read: Read, staging: torch.Tensor | None) -> None:
-    """Read a run and put it in place, through `staging` (1-D uint8) if it needs a cast or another device."""
-    if read.into.device.type == "cpu" and read.into.dtype == read.entry.dtype:
-        files.read(read, as_bytes(read.into))
-        return
-    assert staging is not None
-    files.read(read, staging[: read.nbytes])
-    read.into.copy_(as_dtype(staging, read.entry.dtype, read.into.numel()))
+class Reader:
+    """A few threads that read; each keeps its own staging from call to call.
 
-
-def read_all(
-    files: Files, reads: Sequence[Read], *, threads: int, staging_bytes: int, advance: object = None, pin: bool = False
-) -> None:
-    """Do all reads, in file order, by `threads` threads that share `staging_bytes` of staging.
-
-    Raises:
-        The first error of any thread, once all have stopped.
+    Args:
+        files: The open files.
+        threads: How many threads read, the calling one included.
+        staging_bytes: Bytes of host staging of all threads together, for each kind of device that bytes are staged for;
+            allocated when a read first needs it.
     """
-    ordered = iter(sorted(reads, key=lambda r: (r.entry.file, r.offset)))
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-    needs_staging = any(r.into.device.type != "cpu" or r.into.dtype != r.entry.dtype for r in reads)
-    threads = max(1, min(threads, len(reads)))
 
-    def work() -> None:
-        try:
-            staging = (
-                torch.empty(staging_bytes // threads, dtype=torch.uint8, pin_memory=pin) if needs_staging else None
-            )
-            while not errors:
-                with lock:
-                    read = next(ordered, None)
-                if read is None:
-                    return
-                place(files, read, staging)
-                if callable(advance):
+    def __init__(self, files: Files, *, threads: int, staging_bytes: int) -> None:
+        self.files, self.threads = files, threads
+        self.staging_bytes = staging_bytes
+        self.stagings: dict[tuple[int, torch.device], Staging] = {}
+
+    @property
+    def most(self) -> int:
+        """The most bytes on disk of one read: a staging buffer must hold it, on an accelerator half of one."""
+        return min(READ_BYTES, self.staging_bytes // (2 * self.threads))
+
+    def run(self, reads: Sequence[Read], advance: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Do all reads, in file order; the bytes are in place when this returns.
+
+        Args:
+            reads: What to read, in pieces of at most `most` bytes.
+            advance: Called with the bytes that came into place.
+
+        Raises:
+            The first error of any thread, once all have stopped.
+        """
+        ordered = iter(sorted(reads, key=lambda r: (r.entry.file, r.offset)))
+        lock = threading.Lock()
+        errors: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                while not errors:
+                    with lock:
+                        read = next(ordered, None)
+                    if read is None:
+                        break
+                    self._read(read, number)
                     advance(read.into.nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            errors.append(error)
+                for (owner, _), staging in self.stagings.copy().items():
+                    if owner == number:
+                        staging.finish()
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                errors.append(error)
 
-    workers = [threading.Thread(target=work, name=f"metashard-read-{n}", daemon=True) for n in range(1, threads)]
-    for worker in workers:
-        worker.start()
-    work()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
+        count = max(1, min(self.threads, len(reads)))
+        workers = [threading.Thread(target=work, args=(n,), name=f"metashard-read-{n}") for n in range(1, count)]
+        for worker in workers:
+            worker.start()
+        work(0)
+        for worker in workers:
+            worker.join()
+        if errors:
+            raise errors[0]
+
+    def _read(self, read: Read, number: int) -> None:
+        if takes_as_is(read.into, read.entry.dtype):
+            self.files.read(read, as_bytes(read.into))
+            return
+        key = (number, read.into.device)  # two kinds under CPU offload: parameters on CPU, buffers on the device
+        if key not in self.stagings:
+            self.stagings[key] = Staging(read.into.device, self.staging_bytes // self.threads)
+        staging = self.stagings[key]
+        self.files.read(read, staging.buffer()[: read.nbytes])
+        staging.land(read.entry.dtype, read.into)

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from metashard.checkpoint import Entry
-from metashard.fill.collective import Runs
-from metashard.fill.reader import Files, Read, place
+from metashard.fill.collective import Parcel
+from metashard.fill.reader import Read, Reader, reads_for
 from metashard.fill.target import Target
 
 
 class FileSource:
-    """Source over weight files; holds no tensor, only `staging` for bytes that need a cast or another device.
+    """Source over weight files; holds no tensor.
 
     Args:
-        files: The open files.
+        reader: Reads what a bucket needs, by several threads.
         entries: Target name -> its entry.
-        staging: 1-D uint8 CPU buffer.
     """
 
-    def __init__(self, files: Files, entries: Mapping[str, Entry], staging: torch.Tensor) -> None:
-        self.files, self.entries, self.staging = files, entries, staging
+    def __init__(self, reader: Reader, entries: Mapping[str, Entry]) -> None:
+        self.reader, self.entries = reader, entries
 
-    def pack(self, target: Target, runs: Runs, out: torch.Tensor) -> None:
-        entry = self.entries[target.fqn]
-        step = self.staging.numel() // entry.dtype.itemsize
-        for first, at, count in runs:
-            for done in range(0, count, step):
-                n = min(step, count - done)
-                place(self.files, Read(entry, first + done, out[at + done : at + done + n]), self.staging)
+    def pack(self, parcels: Sequence[Parcel]) -> None:
+        reads: list[Read] = []
+        for target, runs, out in parcels:
+            reads += reads_for(self.entries[target.fqn], runs, out, most=self.reader.most)
+        self.reader.run(reads)
 
     def done(self, target: Target) -> None:
         """Nothing is kept."""

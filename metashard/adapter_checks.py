@@ -1,4 +1,4 @@
-"""What a peft config asks of a model: kinds that are supported, targets that match, near names where none does."""
+"""What cannot be added: unsupported kinds, targets that match nothing, adapters that come after sharding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from metashard.errors import AdapterError
 
@@ -74,3 +77,52 @@ def warn_of_idle_targets(module: nn.Module, targets: Any, adapter: str) -> None:
     if idle:
         near = ", ".join(_near(module, idle)) or "none"
         logger.warning("Adapter %s: target names that match no module: %s (near names: %s)", adapter, idle, near)
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse to add adapters to a module that is sharded already."""
+    sharded = [name or "(root)" for name, sub in module.named_modules() if isinstance(sub, FSDPModule)]
+    if sharded:
+        raise AdapterError(
+            f"{sharded[0]} is sharded already: adapters added now would be plain parameters of each rank whose "
+            "gradients are never averaged. Pass lora= to load_component, or call add_lora before wrap_model.",
+            phase="adapters",
+            key=sharded[0],
+            expected="a module before fully_shard",
+            got=f"{len(sharded)} FSDP modules",
+        )
+
+
+def watch_adapters(module: nn.Module) -> None:
+    """Refuse, in the next forward, adapters that were added to a sharded module behind our back.
+
+    Such as by the module's own `add_adapter`, which takes a shard for the full weight. The check compares names of
+    adapters before every forward; it looks at parameters only if there is a new one.
+    """
+    known = _adapter_names(module)
+
+    def check(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for late in _adapter_names(module) - known:
+            plain = [
+                name
+                for name, parameter in module.named_parameters()
+                if late in name.split(".") and not isinstance(parameter, DTensor)
+            ]
+            if plain:
+                raise AdapterError(
+                    f"Adapter {late} was added after the module was sharded: its {len(plain)} parameters ({plain[0]}, "
+                    "...) are plain parameters of each rank whose gradients are never averaged. Pass lora= to "
+                    "load_component, or call add_lora before wrap_model.",
+                    phase="adapters",
+                    key=plain[0],
+                    expected="adapters that are added before sharding",
+                    got=late,
+                )
+
+    module.register_forward_pre_hook(check, prepend=True)  # before FSDP's own hook gathers parameters
+
+
+def _adapter_names(module: nn.Module) -> frozenset[str]:
+    return frozenset(getattr(module, "peft_config", None) or ())

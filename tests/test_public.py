@@ -1,0 +1,101 @@
+"""The public surface: names and signatures that others write scripts against, and an import that stays light."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import metashard
+
+NAMES = [
+    "AdapterError",
+    "CheckpointError",
+    "ComponentError",
+    "LayoutError",
+    "LoadError",
+    "LoadPolicy",
+    "LoadReport",
+    "LoraSpec",
+    "MetaShardError",
+    "RankReport",
+    "ShardError",
+    "ShardPolicy",
+    "add_lora",
+    "digest_shards",
+    "from_pretrained",
+    "init_context",
+    "load_component",
+    "load_components",
+    "sync_model_dtypes",
+    "wrap_model",
+]
+
+SIGNATURES = {
+    "load_component": (
+        "(checkpoint, component=None, *, mesh, dtype=None, lora=None, prepare=None, shard=ShardPolicy(), load=LoadPolicy(), "
+        "variant=None, revision=None, output_loading_info=False)"
+    ),
+    "load_components": "(checkpoint, names, *, output_loading_info=False, **kwargs)",
+    "from_pretrained": "(cls, checkpoint, **kwargs)",
+    "init_context": "()",
+    "sync_model_dtypes": "(module, *, group=None)",
+    "add_lora": "(module, lora)",
+    "wrap_model": "(module, *, mesh, shard=ShardPolicy(), load=LoadPolicy(), output_loading_info=False)",
+    "digest_shards": "(module)",
+    "LoraSpec": "(source, name='default', style=None, trainable=True, active=None)",
+    "ShardPolicy": (
+        "(wrap=None, mp_policy=None, offload_policy=None, reshard_after_forward=None, shard_placement_fn=None, "
+        "ignored_params=None)"
+    ),
+    "LoadPolicy": (
+        "(strategy='auto', transport='scatter', io_threads=4, staging_bytes=67108864, timeout=1800.0, missing='error', "
+        "progress=None, allow_pickle=False)"
+    ),
+}
+
+_FRESH = """
+import json, sys
+import metashard
+import torch
+heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"diffusers", "transformers", "peft", "accelerate"})
+print(json.dumps({"heavy": heavy, "cuda": torch.cuda.is_initialized(), "unused": metashard.LoadPolicy().strategy}))
+"""
+
+
+def plain_signature(value: object) -> str:
+    """Names, kinds and defaults; a default policy by its class, as it is written."""
+    parameters = []
+    for parameter in inspect.signature(value).parameters.values():  # type: ignore[arg-type]
+        if isinstance(parameter.default, (metashard.ShardPolicy, metashard.LoadPolicy)):
+            assert parameter.default == type(parameter.default)()
+            parameter = parameter.replace(default=_Written(f"{type(parameter.default).__name__}()"))
+        parameters.append(parameter.replace(annotation=inspect.Parameter.empty))
+    return str(inspect.Signature(parameters))
+
+
+class _Written:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def test_the_names_are_these() -> None:
+    assert sorted(metashard.__all__) == NAMES
+    assert all(hasattr(metashard, name) for name in NAMES)
+
+
+def test_the_signatures_are_these() -> None:
+    assert {name: plain_signature(getattr(metashard, name)) for name in SIGNATURES} == SIGNATURES
+
+
+def test_every_name_has_a_docstring() -> None:
+    assert [name for name in NAMES if not inspect.getdoc(getattr(metashard, name))] == []
+
+
+def test_importing_is_light() -> None:
+    done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(done.stdout) == {"heavy": [], "cuda": False, "unused": "auto"}

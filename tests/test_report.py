@@ -1,0 +1,130 @@
+"""The report of a load: figures that add up, a table to read, JSON that comes back as it went."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+import torch
+
+from metashard.report import LoadReport, RankReport, Recorder, anonymous_host_bytes
+
+REPORT = LoadReport(
+    strategy="direct",
+    reason="every rank sees the files",
+    world_size=2,
+    phases={"resolve": 0.25, "fill": 1.5},
+    ranks=(
+        RankReport(bytes_read=3 << 20, bytes_resident=5),
+        RankReport(bytes_received=1536, peak_device_bytes=7 << 30),
+    ),
+    dtype_counts={"bfloat16": 58, "float32": 11},
+    missing=("a", "b"),
+    unexpected=tuple(f"key{n}" for n in range(7)),
+    transport="broadcast",
+)
+
+
+def test_json_holds_all_of_it() -> None:
+    values = json.loads(REPORT.to_json())
+    assert values.keys() == {"strategy", "reason", "world_size", "phases", "ranks", "dtype_counts", "missing", "unexpected",
+                             "transport"}  # fmt: skip
+    back = LoadReport(
+        **{
+            **values,
+            "ranks": tuple(RankReport(**rank) for rank in values["ranks"]),
+            "missing": tuple(values["missing"]),
+            "unexpected": tuple(values["unexpected"]),
+        }
+    )
+    assert back == REPORT
+
+
+def test_the_table_names_strategy_phases_ranks_dtypes_and_keys() -> None:
+    lines = str(REPORT).splitlines()
+    assert lines[0] == "metashard: direct on 2 ranks in 1.75 s: every rank sees the files"
+    assert [line.split() for line in lines[1:4]] == [["phase", "seconds"], ["resolve", "0.250"], ["fill", "1.500"]]
+    assert lines[5].split() == ["0", "3.0", "MiB", "0", "B", "0", "B", "5", "B", "0", "B", "0", "B"]
+    assert lines[6].split() == ["1", "0", "B", "0", "B", "1.5", "KiB", "0", "B", "0", "B", "7.0", "GiB"]
+    assert lines[7].split(maxsplit=1) == ["dtypes", "58 bfloat16, 11 float32"]
+    assert lines[8].split(maxsplit=1) == ["missing", "2: a, b"]
+    assert lines[9].split(maxsplit=1) == ["unexpected", "7: key0, key1, key2, key3, key4, ..."]
+
+
+def test_the_table_of_a_clean_load_speaks_of_no_missing_keys() -> None:
+    text = str(LoadReport("rank0", "asked for", 1, {}, (RankReport(),), {"float32": 1}))
+    assert "missing" not in text
+    assert "unexpected" not in text
+
+
+def test_reports_cannot_be_changed() -> None:
+    for report in (REPORT, REPORT.ranks[0]):
+        with pytest.raises(FrozenInstanceError):
+            report.strategy = "other"  # type: ignore[misc, union-attr]
+
+
+def test_phases_of_one_name_add_up_also_when_one_raises() -> None:
+    with Recorder(torch.device("cpu")) as recorder:
+        for fails in (False, True):
+            try:
+                with recorder.phase("fill"):
+                    time.sleep(0.02)
+                    if fails:
+                        raise KeyError("inside")
+            except KeyError:
+                pass
+        with recorder.phase("check"):
+            pass
+    assert list(recorder.phases) == ["fill", "check"]
+    assert 0.04 <= recorder.phases["fill"] < 1
+    assert recorder.phases["check"] < 0.02
+
+
+def test_counts_add_up_and_the_end_does_not_change_them() -> None:
+    with Recorder(torch.device("cpu")) as recorder:
+        recorder.add(bytes_read=5, bytes_sent=1)
+        recorder.add(bytes_read=2)
+        first, again = recorder.finish(bytes_resident=9), recorder.finish(bytes_resident=9)
+    assert asdict(first) | {"peak_host_bytes": 0} == {
+        "bytes_read": 7,
+        "bytes_sent": 1,
+        "bytes_received": 0,
+        "bytes_resident": 9,
+        "peak_host_bytes": 0,
+        "peak_device_bytes": 0,
+    }
+    assert again.bytes_read == 7
+    with pytest.raises((AttributeError, TypeError)):
+        recorder.add(bytes_guessed=1)
+
+
+@pytest.mark.skipif(anonymous_host_bytes() == 0, reason="needs /proc/self/statm")
+def test_the_peak_is_that_of_memory_which_is_free_again_at_the_end() -> None:
+    size = 96 << 20
+    with Recorder(torch.device("cpu")) as recorder:
+        held = torch.ones(size, dtype=torch.uint8)
+        time.sleep(0.15)
+        del held
+        peak = recorder.finish(bytes_resident=0).peak_host_bytes
+    assert 0.9 * size < peak < 2 * size
+
+
+@pytest.mark.skipif(anonymous_host_bytes() == 0, reason="needs /proc/self/statm")
+def test_mapped_files_are_no_anonymous_memory(tmp_path) -> None:
+    size = 64 << 20
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    with Recorder(torch.device("cpu")) as recorder:
+        mapped = torch.from_file(str(path), size=size // 8, dtype=torch.int64)
+        assert int(mapped.sum()) == 0  # has read every page
+        time.sleep(0.1)
+        assert recorder.finish(bytes_resident=0).peak_host_bytes < size / 2
+
+
+def test_the_sampling_thread_ends_with_the_load() -> None:
+    with Recorder(torch.device("cpu")) as recorder:
+        assert recorder._sampler is not None
+        assert recorder._sampler.is_alive()
+    assert not recorder._sampler.is_alive()
