@@ -176,11 +176,11 @@ class _Run:
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
         with self.agreement.phase("resolve"):
             pass  # everyone is here
-        policies = self.agreement.gather(self.load)
+        policies = self.agreement.gather((self.load, self.shard.comparable()))
         if any(policy != policies[0] for policy in policies):
             rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
             raise LayoutError(
-                f"Ranks were given different load policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
+                f"Ranks were given different policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
                 rank=rank,
                 phase="resolve",
                 expected=policies[0],
@@ -397,12 +397,14 @@ def _shard_and_fill(
     mapping: EntryMapping,
 ) -> LoadReport:
     """From a module that is a shell, or real on rank 0, to checked shards."""
-    ignored = _ignored(run, module)
+    with run.phase("agree"):
+        asked = _asked_to_ignore(module, run.shard)
     with run.phase("agree"):
         slots = agree_on_layout(module, run.agreement)
         check_shell(module, run.agreement)
         _check_sources(slots, sources)
     with run.phase("shard"):
+        ignored = _replicated(slots, asked)
         blocks = choose_groups(module, run.shard)
     with run.phase("shard"):  # from here on the caller's module is changed
         real = take_real(module)
@@ -421,24 +423,27 @@ def _shard_and_fill(
     return _report(run, module, strategy, reason, mapping)
 
 
-def _ignored(run: _Run, module: nn.Module) -> set[str]:
-    """FQNs of the parameters that stay replicated: those of the policy, and 0-d ones, which FSDP cannot shard."""
-    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind == "parameter"]
-    asked = tuple(run.shard.ignored_params or ())
+def _asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
+    """FQNs of the parameters that the policy names, by FQN or by object."""
+    asked = tuple(policy.ignored_params or ())
     given = {id(item) for item in asked}
-    with run.phase("agree"):
-        names = {item for item in asked if isinstance(item, str)} | {
-            slot.fqn for slot, tensor in slots if id(tensor) in given
-        }
-        unknown = sorted(names - {slot.fqn for slot, _ in slots})
-        if unknown:
-            raise ShardError(
-                f"ignored_params names {unknown[0]}, which is no parameter of {type(module).__name__}.",
-                phase="agree",
-                key=unknown[0],
-            )
-    ties = {slot.tie for slot, _ in slots if slot.fqn in names or not slot.shape}
-    return {slot.fqn for slot, _ in slots if slot.tie in ties}
+    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind == "parameter"]
+    names = {item for item in asked if isinstance(item, str)} | {s.fqn for s, tensor in slots if id(tensor) in given}
+    unknown = sorted(names - {slot.fqn for slot, _ in slots})
+    if unknown:
+        raise ShardError(
+            f"ignored_params names {unknown[0]}, which is no parameter of {type(module).__name__}.",
+            phase="agree",
+            key=unknown[0],
+        )
+    return names
+
+
+def _replicated(slots: list[Slot], asked: set[str]) -> set[str]:
+    """FQNs of all parameters that stay replicated: those asked for, 0-d ones (FSDP cannot shard them), ties."""
+    parameters = [slot for slot in slots if slot.kind == "parameter"]
+    ties = {slot.tie for slot in parameters if slot.fqn in asked or not slot.shape}
+    return {slot.fqn for slot in parameters if slot.tie in ties}
 
 
 def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:

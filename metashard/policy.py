@@ -49,6 +49,13 @@ class ShardPolicy:
         if self.ignored_params is not None:
             object.__setattr__(self, "ignored_params", tuple(self.ignored_params))
 
+    def comparable(self) -> tuple[Any, ...]:
+        """What ranks can compare of their policies: everything but functions and parameter objects."""
+        names = [item for item in self.ignored_params or () if isinstance(item, str)]
+        rule = self.wrap
+        wrap = rule if rule is None else "function" if callable(rule) else [getattr(r, "__name__", r) for r in rule]
+        return (wrap, self.mp_policy, repr(self.offload_policy), self.reshard_after_forward, sorted(names))
+
 
 @dataclass(frozen=True)
 class LoadPolicy:

@@ -34,8 +34,8 @@ NAMES = [
 
 SIGNATURES = {
     "load_component": (
-        "(checkpoint, component=None, *, mesh, dtype=None, lora=None, prepare=None, shard=ShardPolicy(), load=LoadPolicy(), "
-        "variant=None, revision=None, output_loading_info=False)"
+        "(checkpoint, component=None, *, mesh, dtype=None, lora=None, prepare=None, shard=ShardPolicy(), "
+        "load=LoadPolicy(), variant=None, revision=None, output_loading_info=False)"
     ),
     "load_components": "(checkpoint, names, *, output_loading_info=False, **kwargs)",
     "from_pretrained": "(cls, checkpoint, **kwargs)",

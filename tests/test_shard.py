@@ -172,7 +172,7 @@ print(find_blocks(Stack(12), ("Block", "Linear")))
 def test_the_order_of_the_groups_is_the_same_in_every_process() -> None:
     """Python hashes strings differently from process to process."""
     told = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run([sys.executable, "-c", _ORDER], env=env, capture_output=True, text=True, check=True)
         told.add(done.stdout)
