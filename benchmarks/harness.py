@@ -515,6 +515,8 @@ def _rank(connection: Connection, flow: Flow, case: Case, rank: int, nproc: int,
         answer = ("failed", f"{type(error).__name__}: {line} ({Path(where.filename).name}:{where.lineno}, rank {rank})")
     connection.send(answer)
     connection.close()
+    if not isinstance(answer, RankResult):
+        time.sleep(0.5)  # the error is told before others see a closed connection and tell that
     # Others may be gone already: no collective farewell, and no thread of a library to wait for.
     os._exit(0)
 

@@ -20,6 +20,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -393,6 +394,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary checkpoints are removed
     try:
         code = main()
     except KeyboardInterrupt:

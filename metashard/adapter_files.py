@@ -121,7 +121,7 @@ def _add_diffusers(
     metadata = {k.removeprefix(prefix): v for k, v in (_metadata(file) or {}).items() if k.startswith(prefix)} or None
     if not any("lora_A" in key or ".lokr_" in key for key in state):
         state = convert_unet_state_dict_to_peft(state)
-    if not any(".lora_" in key or ".lokr_" in key for key in state):
+    if not any(".lora_B" in key or ".lokr_" in key for key in state):
         raise _misfit(file, spec, missing=[], unexpected=sorted(state))
     style = spec.style or "inject"
     if style == "inject" and hasattr(module, "load_lora_adapter"):
@@ -216,13 +216,15 @@ def _prefix(state: Mapping[str, Any], module: nn.Module, component: str | None, 
     Pipelines with a second expert save both under the first one's prefix, in a file each (Wan): `transformer_2` falls
     back to `transformer`.
     """
-    names = {name for name, _ in module.named_modules()}
+    roots = {name for name, _ in module.named_children()}
     candidates = [component, re.sub(r"_\d+$", "", component)] if component else list(_PREFIXES)
-    for candidate in [*dict.fromkeys(candidates)]:
-        if any(key.startswith(f"{candidate}.") for key in state) and candidate not in names:
+    for candidate in dict.fromkeys(candidates):
+        inside = [key.removeprefix(f"{candidate}.") for key in state if key.startswith(f"{candidate}.")]
+        # Without a component's name, the keys have to be of this model; with it, they have to fit (or are an error).
+        if inside and (component or any(key.partition(".")[0] in roots for key in inside)):
             return f"{candidate}."
     first = {key.partition(".")[0] for key in state}
-    if first & {name.partition(".")[0] for name in names}:
+    if first & roots:
         return ""
     raise AdapterError(
         f"{file} holds no key of {component or type(module).__name__}; its keys begin with "

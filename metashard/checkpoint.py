@@ -17,7 +17,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +94,12 @@ class Checkpoint:
     Attributes:
         sizes: File name to size in bytes, header included.
         entries: Key to entry, in sorted key order.
+        modified: File name to time of the last change (ns) before its header was read, on the rank that read it.
     """
 
     sizes: dict[str, int]
     entries: dict[str, Entry]
+    modified: dict[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -128,10 +130,13 @@ def read_checkpoint(folder: Path, files: Sequence[str], weight_map: Mapping[str,
     for name in sorted(set(files) - names):
         logger.warning("%s: not named by the index, so it is not read", folder / name)
     sizes: dict[str, int] = {}
+    modified: dict[str, int] = {}
     entries: dict[str, Entry] = {}
     for name in sorted(names):
         check_file_name(name, source=str(folder))
         path = folder / name
+        if path.exists():
+            modified[name] = path.stat().st_mtime_ns
         sizes[name], found = read_header(path, name=name)
         if weight_map is not None:
             found = _assigned(found, weight_map, path)
@@ -153,7 +158,7 @@ def read_checkpoint(folder: Path, files: Sequence[str], weight_map: Mapping[str,
             "Index and files are from different saves; fetch the folder again."
         )
         raise _wrong(text, folder / name, key=key, expected=f"{key} in {name}", got="not there")
-    return Checkpoint(sizes=sizes, entries={key: entries[key] for key in sorted(entries)})
+    return Checkpoint(sizes=sizes, entries={key: entries[key] for key in sorted(entries)}, modified=modified)
 
 
 def _assigned(found: dict[str, Entry], weight_map: Mapping[str, str], path: Path) -> dict[str, Entry]:

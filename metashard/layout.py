@@ -100,7 +100,11 @@ def named_slots(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
     first: dict[int, str] = {}
 
     def add(fqn: str, kind: str, tensor: torch.Tensor, persistent: bool) -> None:
-        trait = f"{tensor.placements} on {tensor.device_mesh}" if isinstance(tensor, DTensor) else ""
+        trait = ""
+        if isinstance(
+            tensor, DTensor
+        ):  # of its mesh, ranks share shape and names: each has its own row of a larger one
+            trait = f"{tensor.placements} on {tensor.device_mesh.shape} {tensor.device_mesh.mesh_dim_names}"
         tie = first.setdefault(id(tensor), fqn)
         slot = Slot(
             fqn,
@@ -187,7 +191,8 @@ def agree_on_layout(module: nn.Module, agreement: Agreement) -> list[Slot]:
     mine = _registered(module)
     _compare_names([slot.fqn for slot in wanted], [slot.fqn for slot, _ in mine])
     for want, (got, _) in zip(wanted, mine, strict=True):
-        for field in ("kind", "shape", "persistent", "trait"):
+        # A real DTensor is the caller's own, different from rank to rank on purpose: it must be real everywhere.
+        for field in ("kind", "shape", "persistent", "trait", *(["real"] if want.trait else [])):
             _compare_field(want, got, field)
     by_name = {slot.fqn: slot for slot in wanted}
     retype(mine, lambda slot: by_name[slot.fqn].dtype)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from metashard import _compat, fill
+from metashard import fill
 from metashard.adapter_checks import watch_adapters
-from metashard.agree import Agreement, mesh_ranks
 from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
 from metashard.component import Component, resolve_component
 from metashard.errors import ComponentError, LayoutError, ShardError
@@ -23,11 +22,13 @@ from metashard.fill.target import Job
 from metashard.hub import fetch
 from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
-from metashard.mapping import apply_dtypes, map_entries, missing_error
+from metashard.mapping import apply_dtypes
 from metashard.policy import LoadPolicy, ShardPolicy
-from metashard.report import LoadReport, RankReport, Recorder
-from metashard.shard import allocate, average_replicated_grads, check_mesh, choose_groups, mesh_device, shard_module
+from metashard.report import LoadReport, RankReport
+from metashard.run import Run
+from metashard.shard import allocate, average_replicated_grads, choose_groups, shard_module
 from metashard.shell import build_shell
+from metashard.strategy import build_dtype, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
 
 
@@ -75,25 +76,26 @@ def load_component(
     Raises:
         MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
     """
-    check_mesh(mesh)
-    run = _Run(mesh, shard, load)
+    run = Run(mesh, shard, load)
     with run.recorder:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
         with run.phase("import"):
             cls = found.cls
         with run.phase("build"), torch.random.fork_rng(devices=[]):
-            module = build_shell(cls, found.config, library=found.library, dtype=_build_dtype(found, headers, dtype))
-        mapping = run.on_leader("plan", lambda: _map(module, found, headers, run.load))
-        strategy, reason = _choose(run, found, headers, mapping, folder, lora)
+            module = build_shell(cls, found.config, library=found.library, dtype=build_dtype(found, headers, dtype))
+            if found.library == "transformers":  # peft notes it down, and `save_pretrained` with it
+                module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
+        mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
+        strategy, reason = choose_strategy(run, found, headers, mapping, folder, lora)
         with run.phase("build"), torch.random.fork_rng(devices=[]):
             if strategy == "rank0":
-                module, mapping = _load_on_leader(run, module, found, headers, mapping, dtype)
+                module, mapping = load_on_leader(run, module, found, headers, mapping, dtype)
                 entries: dict[int, Entry] = {}
             else:
-                build_dtype = _build_dtype(found, headers, dtype)
+                built_under = build_dtype(found, headers, dtype)
                 pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
-                apply_dtypes(module, mapping, library=found.library, dtype=build_dtype, pins=pins)
+                apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
                 entries = _by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module)]  # keeps the identities that `entries` goes by
         with run.phase("prepare"):
@@ -104,7 +106,7 @@ def load_component(
 
             with run.recorder.phase("adapters"):
                 module = inject(module, lora, run.agreement, component=found.name, entries=entries)
-        sources = {slot.tie: entries[id(tensor)] for slot, tensor in named_slots(module) if id(tensor) in entries}
+        sources = _sources(module, entries, mapping)
         del held, entries
         report = _shard_and_fill(run, module, sources, headers, folder, strategy, reason, mapping)
     return (module, report) if output_loading_info else module
@@ -155,52 +157,14 @@ def wrap_model(
     Raises:
         MetaShardError: As `load_component` does.
     """
-    check_mesh(mesh)
-    run = _Run(mesh, shard, load)
+    run = Run(mesh, shard, load)
     with run.recorder:
         report = _shard_and_fill(run, module, {}, None, None, "rank0", "a module built by the caller", EntryMapping())
     return (module, report) if output_loading_info else module
 
 
-@dataclass
-class _Run:
-    """What every step of one load shares."""
-
-    mesh: DeviceMesh
-    shard: ShardPolicy
-    load: LoadPolicy
-
-    def __post_init__(self) -> None:
-        self.device = mesh_device(self.mesh)
-        self.recorder = Recorder(self.device)
-        self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
-        with self.agreement.phase("resolve"):
-            pass  # everyone is here
-        policies = self.agreement.gather((self.load, self.shard.comparable()))
-        if any(policy != policies[0] for policy in policies):
-            rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
-            raise LayoutError(
-                f"Ranks were given different policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
-                rank=rank,
-                phase="resolve",
-                expected=policies[0],
-                got=policies[rank],
-            )
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body and agree on how it went."""
-        with self.recorder.phase(name), self.agreement.phase(name):
-            yield
-
-    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
-        """A value made on rank 0, or its failure, on every rank."""
-        with self.recorder.phase(name):
-            return self.agreement.on_leader(name, make)
-
-
 def _resolve(
-    run: _Run, checkpoint: str | Path, component: str | None, *, variant: str | None, revision: str | None
+    run: Run, checkpoint: str | Path, component: str | None, *, variant: str | None, revision: str | None
 ) -> tuple[Component, Path]:
     """The component, as rank 0 sees it, and this rank's folder of it (which may not exist on this rank)."""
     pickles = run.load.allow_pickle
@@ -236,145 +200,12 @@ def _resolve(
     return found, root / inside
 
 
-def _read_headers(run: _Run, found: Component) -> Checkpoint | None:
+def _read_headers(run: Run, found: Component) -> Checkpoint | None:
     """The headers, read on rank 0 and sent to all; None for pickled weights."""
     if found.format == "pickle":
         return None
     made: Checkpoint = run.on_leader("headers", lambda: read_checkpoint(found.folder, found.files, found.weight_map))
     return made
-
-
-def _build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that the library builds under; transformers' "auto" is the config's, else the first float weight's."""
-    if found.library != "transformers" or dtype is not None:
-        return dtype
-    named = found.config.get("dtype") or found.config.get("torch_dtype")
-    if named is not None:
-        return getattr(torch, str(named).removeprefix("torch."))
-    floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
-    return next(floating, None)
-
-
-def _map(module: nn.Module, found: Component, headers: Checkpoint | None, load: LoadPolicy) -> EntryMapping:
-    if headers is None:
-        return EntryMapping(reason="the weights are pickled")
-    mapping = map_entries(module, headers, library=found.library)
-    if mapping.reason is None and mapping.missing:
-        if load.missing == "error":
-            raise missing_error(mapping.missing, found.name or found.class_name, phase="plan")
-        return EntryMapping(
-            missing=mapping.missing, reason=f"{len(mapping.missing)} missing tensors take their own init"
-        )
-    return mapping
-
-
-def _choose(
-    run: _Run, found: Component, headers: Checkpoint | None, mapping: EntryMapping, folder: Path, lora: Any
-) -> tuple[str, str]:
-    """The strategy and why, from facts that all ranks share."""
-    asked = run.load.strategy
-    lora_obstacle = _lora_obstacle(run, lora)
-    obstacle = mapping.reason or lora_obstacle
-    if obstacle is not None:
-        if asked in ("direct", "stream"):
-            raise ComponentError(
-                f'Strategy "{asked}" cannot load this: {obstacle}. Use strategy "rank0" or "auto".',
-                phase="plan",
-                expected="one entry for every parameter",
-                got=obstacle,
-            )
-        return "rank0", "asked for" if asked == "rank0" else obstacle
-    assert headers is not None
-    visible = run.agreement.gather(_sees(folder, headers))
-    blind = [rank for rank, sees in enumerate(visible) if not sees]
-    if asked == "auto":
-        if not blind:
-            return "direct", "every rank sees the files and every parameter is one entry"
-        return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files"
-    if asked == "direct" and blind:
-        raise ComponentError(
-            f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the '
-            f'sizes that rank 0 sees. Use "stream" or "auto".',
-            rank=blind[0],
-            phase="plan",
-            file=str(folder),
-        )
-    return asked, "asked for"
-
-
-def _lora_obstacle(run: _Run, lora: Any) -> str | None:
-    """Why the adapters need the real base on rank 0, which alone reads the configs of existing ones."""
-
-    def ask() -> tuple[bool, str | None]:
-        if lora is None:
-            return False, None
-        from metashard.lora import needs_base_weights
-
-        return True, needs_base_weights(lora)
-
-    wanted, obstacle = run.on_leader("plan", ask)
-    with run.phase("plan"):
-        if wanted is not (lora is not None):
-            raise LayoutError(
-                f"lora= is {'given' if wanted else 'None'} on rank 0 and {'None' if wanted else 'given'} here; "
-                f"pass the same adapters on every rank.",
-                phase="plan",
-                expected=wanted,
-                got=not wanted,
-            )
-    return obstacle
-
-
-def _sees(folder: Path, headers: Checkpoint) -> bool:
-    try:
-        return all((folder / name).stat().st_size == size for name, size in headers.sizes.items())
-    except OSError:
-        return False
-
-
-def _load_on_leader(
-    run: _Run,
-    shell: nn.Module,
-    found: Component,
-    headers: Checkpoint | None,
-    mapping: EntryMapping,
-    dtype: torch.dtype | None,
-) -> tuple[nn.Module, EntryMapping]:
-    """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
-    if not run.agreement.leader:
-        return shell, mapping
-    del shell
-    with _compat.default_dtype(None):
-        module, info = found.cls.from_pretrained(
-            str(found.folder),
-            **{"torch_dtype" if found.library == "diffusers" else "dtype": dtype},
-            variant=found.variant,
-            use_safetensors=found.format == "safetensors",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    if headers is not None:
-        run.recorder.add(bytes_read=headers.nbytes)
-    missing = sorted(info.get("missing_keys") or ())
-    if missing and run.load.missing == "error":
-        raise missing_error(missing, found.name or found.class_name, phase="build")
-    if missing:
-        _own_init(module, missing, found, dtype)
-    return module, EntryMapping(missing=tuple(missing), unexpected=tuple(sorted(info.get("unexpected_keys") or ())))
-
-
-def _own_init(module: nn.Module, missing: list[str], found: Component, dtype: torch.dtype | None) -> None:
-    """Give tensors that the checkpoint lacks the values that a newly built module has (transformers does so itself)."""
-    from metashard.layout import set_tensor
-
-    left = {slot.fqn: slot for slot, tensor in named_slots(module) if tensor.is_meta and slot.fqn in set(missing)}
-    if not left:
-        return
-    fresh = found.cls.from_config(dict(found.config))
-    state = fresh.state_dict()
-    for fqn, slot in left.items():
-        value = state[fqn].to(dtype if dtype is not None and slot.dtype.is_floating_point else slot.dtype)
-        set_tensor(module, fqn, nn.Parameter(value, slot.requires_grad) if slot.kind == "parameter" else value)
 
 
 def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
@@ -386,8 +217,23 @@ def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
     }
 
 
+def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapping) -> dict[str, Entry]:
+    """Name -> entry, after hooks and adapters.
+
+    A hook that makes DTensors of parameters (tensor parallelism) replaces the objects; those are known by name.
+    """
+    found: dict[str, Entry] = {}
+    for slot, tensor in named_slots(module):
+        entry = entries.get(id(tensor))
+        if entry is None and isinstance(tensor, DTensor) and tensor.is_meta:
+            entry = mapping.sources.get(slot.fqn)
+        if entry is not None:
+            found[slot.tie] = entry
+    return found
+
+
 def _shard_and_fill(
-    run: _Run,
+    run: Run,
     module: nn.Module,
     sources: Mapping[str, Entry],
     headers: Checkpoint | None,
@@ -461,7 +307,7 @@ def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:
 
 
 @contextmanager
-def _progress(run: _Run, module: nn.Module) -> Iterator[Callable[[int], None]]:
+def _progress(run: Run, module: nn.Module) -> Iterator[Callable[[int], None]]:
     wanted = run.load.progress if run.load.progress is not None else sys.stderr.isatty()
     if not (wanted and run.agreement.leader):
         yield lambda nbytes: None
@@ -479,7 +325,7 @@ def _resident(module: nn.Module) -> int:
     return sum(flat_local(tensor).nbytes for tensor in unique.values())
 
 
-def _report(run: _Run, module: nn.Module, strategy: str, reason: str, mapping: EntryMapping) -> LoadReport:
+def _report(run: Run, module: nn.Module, strategy: str, reason: str, mapping: EntryMapping) -> LoadReport:
     mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(_resident(module)), run.recorder.phases)
     gathered = run.agreement.gather(mine)
     counts: dict[str, int] = {}

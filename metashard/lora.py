@@ -17,7 +17,6 @@ is the same error on every rank, and only one rank ever draws a value or reads a
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -181,7 +180,6 @@ def inject(
             with _stand_ins(module):
                 wrapped, told = _add_real(module, spec, component)
             made.append(wrapped)
-            pickle.dumps(told)  # what cannot be sent fails here, where every rank hears of it
             return told
 
         told = agreement.on_leader("adapters", on_leader) if agreement else on_leader()

@@ -70,6 +70,14 @@ class LoadReport:
         """Sum of the phases."""
         return sum(self.phases.values())
 
+    @property
+    def gbps(self) -> dict[str, float]:
+        """GB/s (1e9 bytes) over all ranks in the phases that move weights: what was read from files, or sent."""
+        read = sum(rank.bytes_read for rank in self.ranks)
+        sent = sum(rank.bytes_sent for rank in self.ranks)
+        moved = {"build": read, "fill": sent} if self.strategy == "rank0" else {"fill": read}
+        return {name: n / self.phases[name] / 1e9 for name, n in moved.items() if n and self.phases.get(name)}
+
     def to_json(self) -> str:
         """The report as a JSON object."""
         return json.dumps(asdict(self), indent=2)
@@ -77,7 +85,8 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [f"metashard: {self.strategy} on {self.world_size} ranks in {self.seconds:.2f} s: {self.reason}"]
         lines.append("  phase       seconds")
-        lines += [f"  {name:<11} {seconds:7.3f}" for name, seconds in self.phases.items()]
+        rates = {name: f"  {rate:.2f} GB/s" for name, rate in self.gbps.items()}
+        lines += [f"  {name:<11} {seconds:7.3f}{rates.get(name, '')}" for name, seconds in self.phases.items()]
         lines.append("  rank       read       sent   received   resident  peak host  peak device")
         for rank, entry in enumerate(self.ranks):
             figures = (getattr(entry, name) for name in RankReport.__dataclass_fields__)

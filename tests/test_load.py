@@ -140,15 +140,15 @@ def _auto_blind(folder: str, hidden: str) -> tuple[str, str]:
     """Rank 1 looks for the files elsewhere."""
     if dist.get_rank() == 1:
         shutil.copytree(folder, hidden, ignore=shutil.ignore_patterns("*.safetensors"))
-    import metashard.load
+    from metashard import strategy
 
-    original = metashard.load._sees
+    original = strategy._sees
     if dist.get_rank() == 1:
-        metashard.load._sees = lambda folder, headers: original(Path(hidden), headers)
+        strategy._sees = lambda folder, headers: original(Path(hidden), headers)
     try:
         return _auto(folder)
     finally:
-        metashard.load._sees = original
+        strategy._sees = original
 
 
 def test_auto_streams_where_a_rank_does_not_see_the_files(saved, ranks2, tmp_path):

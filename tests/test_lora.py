@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def reference(name: str, folder: str, dtype: torch.dtype, specs: list[metashard.
     for spec in specs:
         if spec.style == "inject":
             if spec.exists:
-                module.load_lora_adapter(str(spec.source), prefix=None, adapter_name=spec.name)
+                module.load_lora_adapter(str(spec.source), prefix=None, adapter_name=spec.name, use_safetensors=True)
             else:
                 module.add_adapter(copy.deepcopy(spec.source), spec.name)
         elif spec.exists and isinstance(module, PeftModel):
@@ -117,7 +118,7 @@ def active(module: nn.Module) -> dict[str, Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
-        name: (sub.active_adapters, sub.disable_adapters, sub.scaling)
+        name: (sub.active_adapters, sub.disable_adapters, getattr(sub, "scaling", None))
         for name, sub in module.named_modules()
         if isinstance(sub, BaseTunerLayer)
     }
@@ -185,7 +186,7 @@ def load_with_values(name: str, folder: str, lora: Any) -> tuple[str, str, list[
 
 
 def test_loftq_goes_through_rank_0_and_changes_the_base(ranks2: Ranks, folders):
-    lora = config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4})
+    lora = config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4, "loftq_iter": 1})
     assert ranks2.run(with_stub_of_loftq, folders[SD3], lora) == [("rank0", [])] * 2
 
 
@@ -288,7 +289,7 @@ def test_an_existing_diffusers_adapter(ranks2: Ranks, folders, adapters, name):
 def test_only_the_components_keys_of_a_pipelines_lora_file_are_taken(ranks2: Ranks, folders, adapters, tmp_path):
     """`transformer_2` takes those of `transformer`, as a file of the second expert is saved."""
     for component in ("transformer", "transformer_2"):
-        (tmp_path / component).symlink_to(folders[SD3])
+        shutil.copytree(folders[SD3], tmp_path / component)
     index = {"_class_name": "StableDiffusion3Pipeline", "_diffusers_version": "0.42.1"}
     entry = ["diffusers", SD3]
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"transformer": entry, "transformer_2": entry}))
@@ -341,31 +342,31 @@ def changed(adapter: str, to: Path, change: Any, name: str = "adapter_model.safe
     return str(to)
 
 
+def save(path: Path, state: dict[str, torch.Tensor]) -> str:
+    save_file(state, path)
+    return str(path)
+
+
 def test_an_adapter_that_does_not_fit_is_the_same_error_on_every_rank(ranks2: Ranks, folders, adapters, tmp_path):
     key = "base_model.model.transformer_blocks.1.attn.to_q.lora_A.weight"
-    plain = key.removeprefix("base_model.model.")
+    plain, proj = key.removeprefix("base_model.model."), "base_model.model.proj_out.weight"
     lora_file = "pytorch_lora_weights.safetensors"
+    extra = {"blocks.9.lora_A.weight": torch.ones(1)}
     unknown = {"base_model.model.transformer_blocks.9.attn.to_q.lora_A.weight": torch.zeros(2, 2)}
     cases = {
         changed(adapters["peft"], tmp_path / "a", lambda s: s.update(unknown)): "transformer_blocks.9.attn.to_q",
         changed(adapters["peft"], tmp_path / "b", lambda s: s.pop(key)): "transformer_blocks.1.attn.to_q.lora_A.weight",
         changed(adapters["peft"], tmp_path / "c", lambda s: s.update({key: torch.zeros(4, 5)})): "[4, 5]",
-        changed(
-            adapters["peft"], tmp_path / "d", lambda s: s.pop("base_model.model.proj_out.weight")
-        ): "proj_out.weight",
-        changed(
-            adapters["diffusers"],
-            tmp_path / "e",
-            lambda s: s.update({"blocks.9.lora_A.weight": torch.ones(1)}),
-            lora_file,
-        ): "blocks.9",
+        changed(adapters["peft"], tmp_path / "d", lambda s: s.pop(proj)): "proj_out.weight",
+        changed(adapters["diffusers"], tmp_path / "e", lambda s: s.update(extra), lora_file): "blocks.9",
         changed(adapters["diffusers"], tmp_path / "f", lambda s: s.pop(plain), lora_file): plain,
         changed(
             adapters["diffusers"], tmp_path / "g", lambda s: s.update({plain: torch.zeros(4, 5)}), lora_file
         ): "[4, 5]",
         str(tmp_path / "nothing"): "no adapter at",
         str(tmp_path): "is no adapter",
-        folders[WAN] + "/diffusion_pytorch_model.safetensors": "no key of",
+        folders[WAN] + "/diffusion_pytorch_model.safetensors": "have no place in the model",
+        save(tmp_path / "unet.safetensors", {"unet.down.lora_A.weight": torch.ones(1)}): "no key of",
     }
     for source, text in cases.items():
         for error in ranks2.run_expecting(metashard.AdapterError, load, folders[SD3], BF16, source):

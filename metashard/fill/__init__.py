@@ -45,7 +45,8 @@ def fill(
     registered = [s for s in slots if s.kind != "attribute" and s.tie == s.fqn]
     # A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is what __init__ computed.
     from_files = [s.fqn for s in registered if s.fqn in sources and not (s.kind == "parameter" and s.real)]
-    from_memory = [s.fqn for s in registered if s.kind == "parameter" and s.fqn not in set(from_files)]
+    left_alone = {s.fqn for s in registered if s.trait and s.real}  # DTensors that the caller has filled, rank by rank
+    from_memory = [s.fqn for s in registered if s.kind == "parameter" and s.fqn not in left_alone | set(from_files)]
     file_targets = [target(fqn, tensors[fqn]) for fqn in from_files]
     memory_targets = [target(fqn, tensors[fqn]) for fqn in from_memory]
 
@@ -58,7 +59,7 @@ def fill(
     elif file_targets:
         assert headers is not None
         assert job.folder is not None
-        with _phase(job, "fill"), Files(job.folder, headers.sizes) as files:
+        with _phase(job, "fill"), Files(job.folder, headers, same_folder=True) as files:
             half = job.policy.staging_bytes // 2  # the buckets have the other half
             reader = Reader(files, threads=job.policy.io_threads, staging_bytes=half)
             _send(file_targets, FileSource(reader, sources), job)

@@ -31,7 +31,7 @@ def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint
     ranks = job.shard_ranks
     me = ranks.index(dist.get_rank())
     assert job.folder is not None
-    with Files(job.folder, checkpoint.sizes) as files:
+    with Files(job.folder, checkpoint, same_folder=job.agreement.leader) as files:
         reader = Reader(files, threads=job.policy.io_threads, staging_bytes=job.policy.staging_bytes)
         reads: list[Read] = []
         for number, target in enumerate(targets):

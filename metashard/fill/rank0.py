@@ -46,7 +46,8 @@ class Memory:
         for start in range(0, source.numel(), step):
             piece = source[start : start + step]
             self.staging.buffer()[: piece.nbytes].copy_(as_bytes(piece))
-            self.staging.land(piece.dtype, out[start : start + piece.numel()])
+            n = piece.numel()
+            self.staging.land(piece.dtype, out[start : start + n], run=n, stride=n)
 
     def done(self, target: Target) -> None:
         self.tensors.pop(target.fqn, None)

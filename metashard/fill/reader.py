@@ -7,55 +7,100 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from metashard.checkpoint import Entry
+from metashard.checkpoint import Checkpoint, Entry
 from metashard.errors import CheckpointError
 from metashard.fill.bytes import as_bytes
-from metashard.fill.staging import Staging, takes_as_is
+from metashard.fill.staging import Staging
 
 READ_BYTES = 8 << 20  # one preadv; larger gains nothing, smaller leaves more calls
 
 
+_DENSE_BYTES = 16 << 10  # shorter runs are read with what lies between them: a call a run would cost more
+
+
 @dataclass(frozen=True)
 class Read:
-    """One run of neighbouring elements: `count` of them, from `entry`'s element `start`, into the 1-D tensor `into`."""
+    """One stretch of a file, of which `into` takes all, or equally long runs at equal distances.
+
+    Args:
+        entry: What is read from.
+        start: Element of the entry at which the stretch starts.
+        into: Where the elements go (1-D, contiguous).
+        run: Elements of each run.
+        stride: Elements from the start of one run to the next.
+    """
 
     entry: Entry
     start: int
     into: torch.Tensor
+    run: int
+    stride: int
 
     @property
     def offset(self) -> int:
-        """Byte at which the run starts in the entry's file."""
+        """Byte at which the stretch starts in the entry's file."""
         return self.entry.offset + self.start * self.entry.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.into.numel() * self.entry.dtype.itemsize
+        """Bytes of the stretch, those between the runs included."""
+        return ((self.into.numel() // self.run - 1) * self.stride + self.run) * self.entry.dtype.itemsize
+
+    @property
+    def takes_as_is(self) -> bool:
+        """Whether the bytes can be read straight into `into`."""
+        return self.run == self.into.numel() and self.into.device.type == "cpu" and self.into.dtype == self.entry.dtype
 
 
 def reads_for(entry: Entry, runs: Iterable[tuple[int, int, int]], into: torch.Tensor, *, most: int) -> Iterator[Read]:
-    """The reads that fill `into` with runs (element of `entry`, element of `into`, count), cut to `most` bytes."""
-    step = max(1, most // entry.dtype.itemsize)
-    for first, local, count in runs:
-        for at in range(0, count, step):
-            n = min(step, count - at)
-            yield Read(entry, first + at, into[local + at : local + at + n])
+    """The reads that fill `into` with runs (element of `entry`, element of `into`, count), of at most `most` bytes.
+
+    A shard on another dim than 0 is many short runs: neighbours at equal distances are read in one stretch.
+    """
+    size = entry.dtype.itemsize
+    step = max(1, most // size)
+    first = local = count = stride = repeats = 0  # the stretch that is being put together
+
+    def stretch() -> Read:
+        return Read(entry, first, into[local : local + repeats * count], count, stride)
+
+    for start, at, n in runs:
+        if n == 0:
+            continue
+        last = first + (repeats - 1) * stride
+        joins = n == count and n * size < _DENSE_BYTES and at == local + repeats * count
+        fits = (start + n - first) * size <= most
+        if repeats and joins and fits and (repeats == 1 or start - last == stride):
+            stride = start - last
+            repeats += 1
+            continue
+        if repeats:
+            yield stretch()
+        for done in range(0, n - step, step):  # all but the last piece of a run that is longer than one read
+            yield Read(entry, start + done, into[at + done : at + done + step], step, step)
+        done = max(0, n - 1) // step * step
+        first, local, count, stride, repeats = start + done, at + done, n - done, n - done, 1
+    if repeats and count:
+        yield stretch()
 
 
 class Files:
     """The open files of one component, for positioned reads by many threads.
 
     Args:
-        folder: The component's folder.
-        sizes: File name -> size in bytes when the headers were read; another size now is an error.
+        folder: The component's folder on this rank.
+        checkpoint: The files as they were when their headers were read; a file that is another one now is an error.
+        same_folder: Whether the headers were read from this very folder, so that times of change can be compared.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+    def __init__(self, folder: Path, checkpoint: Checkpoint, *, same_folder: bool) -> None:
         self.folder = folder
-        self.sizes = sizes
+        self.checkpoint = checkpoint
+        self.same_folder = same_folder
         self.bytes_read = 0
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -63,51 +108,72 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                for name, descriptor in self._descriptors.items():
+                    self._check_unchanged(name, descriptor)
+        finally:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
 
-    def descriptor(self, name: str) -> int:
-        """Descriptor of a file, opened when it is first asked for."""
+    def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._descriptors:
                 descriptor = os.open(self.folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
                 self._descriptors[name] = descriptor
-                size = os.fstat(descriptor).st_size
-                if size != self.sizes[name]:
-                    raise CheckpointError(
-                        f"{name} changed while it was loaded: it had {self.sizes[name]} bytes when its header was read "
-                        f"and has {size} now. Is something still writing it?",
-                        phase="fill",
-                        file=str(self.folder / name),
-                        expected=self.sizes[name],
-                        got=size,
-                    )
+                self._check_unchanged(name, descriptor)
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             return self._descriptors[name]
 
+    def _check_unchanged(self, name: str, descriptor: int) -> None:
+        now = os.fstat(descriptor)
+        expected: Any = self.checkpoint.sizes[name]
+        got: Any = now.st_size
+        if expected == got and self.same_folder:
+            expected, got = self.checkpoint.modified.get(name, now.st_mtime_ns), now.st_mtime_ns
+        if expected != got:
+            what = "bytes" if now.st_size != self.checkpoint.sizes[name] else "as time of the last change (ns)"
+            raise CheckpointError(
+                f"{name} changed while it was loaded: it had {expected} {what} when its header was read and has {got} "
+                "now. Is something still writing it?",
+                phase="fill",
+                file=str(self.folder / name),
+                expected=expected,
+                got=got,
+            )
+
     def read(self, read: Read, raw: torch.Tensor) -> None:
-        """Read a run's bytes into the 1-D uint8 CPU tensor `raw`."""
-        descriptor = self.descriptor(read.entry.file)
+        """Read a stretch into the 1-D uint8 CPU tensor `raw`.
+
+        Raises:
+            CheckpointError: The file ends too early, or the system cannot read it; names file, key and offset.
+        """
+        descriptor = self._descriptor(read.entry.file)
         view = memoryview(raw.numpy())  # type: ignore[arg-type]
         done = 0
         while done < read.nbytes:
-            got = os.preadv(descriptor, [view[done : read.nbytes]], read.offset + done)
+            try:
+                got = os.preadv(descriptor, [view[done : read.nbytes]], read.offset + done)
+            except OSError as error:
+                raise self._failed(read, done, f"cannot be read: {error.strerror}") from error
             if got == 0:
-                raise CheckpointError(
-                    f"{read.entry.file} ended at byte {read.offset + done}, inside {read.entry.key}: expected "
-                    f"{read.nbytes - done} more bytes. Did the file shrink while it was loaded?",
-                    phase="fill",
-                    file=str(self.folder / read.entry.file),
-                    key=read.entry.key,
-                    expected=read.nbytes,
-                    got=done,
-                )
+                raise self._failed(read, done, "ended early. Did the file shrink while it was loaded?")
             done += got
         with self._lock:
             self.bytes_read += done
+
+    def _failed(self, read: Read, done: int, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{read.entry.key}: {read.entry.file} at byte {read.offset + done} {what}",
+            phase="fill",
+            file=str(self.folder / read.entry.file),
+            key=read.entry.key,
+            expected=f"{read.nbytes} bytes from offset {read.offset}",
+            got=f"{done} bytes",
+        )
 
 
 class Reader:
@@ -170,7 +236,7 @@ class Reader:
             raise errors[0]
 
     def _read(self, read: Read, number: int) -> None:
-        if takes_as_is(read.into, read.entry.dtype):
+        if read.takes_as_is:
             self.files.read(read, as_bytes(read.into))
             return
         key = (number, read.into.device)  # two kinds under CPU offload: parameters on CPU, buffers on the device
@@ -178,4 +244,4 @@ class Reader:
             self.stagings[key] = Staging(read.into.device, self.staging_bytes // self.threads)
         staging = self.stagings[key]
         self.files.read(read, staging.buffer()[: read.nbytes])
-        staging.land(read.entry.dtype, read.into)
+        staging.land(read.entry.dtype, read.into, run=read.run, stride=read.stride)

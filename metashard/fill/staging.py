@@ -13,11 +13,6 @@ import torch
 from metashard.fill.bytes import as_bytes, as_dtype
 
 
-def takes_as_is(into: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether bytes of `dtype` can be read straight into `into`."""
-    return into.device.type == "cpu" and into.dtype == dtype
-
-
 class Staging:
     """One thread's staging buffers.
 
@@ -51,24 +46,36 @@ class Staging:
                 event.synchronize()
         return self.ring[self.turn]
 
-    def land(self, dtype: torch.dtype, into: torch.Tensor) -> None:
-        """Bring the `into.numel()` elements of `dtype` in the current buffer to `into` (1-D), cast to its dtype.
+    def land(self, dtype: torch.dtype, into: torch.Tensor, *, run: int, stride: int) -> None:
+        """Bring what is staged to `into` (1-D), cast to its dtype.
 
         On an accelerator this returns before the copy is done; `finish` waits for it.
+
+        Args:
+            dtype: Dtype of what is staged.
+            into: Takes every run of the buffer, one after the other.
+            run: Elements of a run.
+            stride: Elements from the start of one run to the next.
         """
         staged = self.ring[self.turn]
+        repeats = into.numel() // run
+        extent = (repeats - 1) * stride + run
+
+        def runs_of(raw: torch.Tensor) -> torch.Tensor:
+            return as_dtype(raw, dtype, extent).as_strided((repeats, run), (stride, 1))
+
         if self.device.type == "cpu":
-            into.copy_(as_dtype(staged, dtype, into.numel()))
+            into.view(repeats, run).copy_(runs_of(staged))
             return
-        nbytes = into.numel() * dtype.itemsize
+        nbytes = extent * dtype.itemsize
         with self.stream:
-            if into.dtype == dtype:
+            if into.dtype == dtype and repeats == 1:
                 as_bytes(into).copy_(staged[:nbytes], non_blocking=True)
             else:
                 if self.on_device is None:
                     self.on_device = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
                 self.on_device[:nbytes].copy_(staged[:nbytes], non_blocking=True)
-                into.copy_(as_dtype(self.on_device, dtype, into.numel()))
+                into.view(repeats, run).copy_(runs_of(self.on_device))
             event = torch.Event(self.device)
             event.record(self.stream)
         self.copied[self.turn] = event

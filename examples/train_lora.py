@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""A short LoRA fine-tune on shards that metashard has loaded: train, checkpoint, resume, save, reload in diffusers.
+
+    torchrun --nproc-per-node 8 examples/train_lora.py --steps 200        SD3 on generated pictures
+    python examples/train_lora.py --family wan                            Wan 2.2, an adapter for each of its two experts
+    python examples/train_lora.py --smoke                                 both, a few steps, on 2 ranks
+
+Without torchrun it starts itself under it, on two ranks. It writes a small checkpoint with random weights first; the
+lines that matter in a trainer of your own are those of `fine_tune` and `save_adapter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from flow_matching import (
+    all_ranks,
+    evaluate,
+    load_checkpoint,
+    make_checkpoint,
+    save_checkpoint,
+    say,
+    train,
+    under_torchrun,
+)
+from peft import LoraConfig, get_peft_model_state_dict
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import metashard
+
+# Wan 2.2's pipeline gives times above its boundary_ratio to `transformer` and those below to `transformer_2`.
+EXPERTS = {
+    "sd3": {"transformer": (0.0, 1.0)},
+    "wan": {"transformer": (0.875, 1.0), "transformer_2": (0.0, 0.875)},
+}
+
+
+def load(root: Path, component: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The frozen base in shards with a new adapter in it, and the optimizer of what is trained."""
+    config = LoraConfig(
+        r=8, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_out"]
+    )
+    torch.manual_seed(0)  # decides the adapter; only rank 0 draws it, from peft's own code
+    model = metashard.load_component(
+        root,
+        component,
+        mesh=mesh,
+        dtype=torch.float32,
+        lora=metashard.LoraSpec(config, style="inject"),  # as diffusers' add_adapter: no PeftModel around the model
+        prepare=lambda module: module.enable_gradient_checkpointing(),
+    )
+    model.train()
+    return model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3, weight_decay=0.0)
+
+
+def gather_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's full tensors on rank 0, {} elsewhere: the base is never gathered. Call it on every rank."""
+    full = {}
+    for name, tensor in sorted(get_peft_model_state_dict(model).items()):
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            full[name] = value.cpu()
+    return full
+
+
+def save_adapter(model: nn.Module, folder: Path, family: str) -> dict[str, torch.Tensor]:
+    """Save the adapter as diffusers does, from its shards."""
+    import diffusers
+    from diffusers.training_utils import _collate_lora_metadata
+
+    pipeline = {"sd3": diffusers.StableDiffusion3Pipeline, "wan": diffusers.WanPipeline}[family]
+    adapter = gather_adapter(model)
+    if dist.get_rank() == 0:
+        metadata = _collate_lora_metadata({"transformer": model})
+        pipeline.save_lora_weights(folder, transformer_lora_layers=adapter, **metadata)
+    dist.barrier()
+    return adapter
+
+
+def fine_tune(root: Path, component: str, family: str, mesh: DeviceMesh, steps: int, out: Path) -> nn.Module:
+    """Train half the steps, checkpoint, train the rest; then resume the checkpoint in a new model and compare."""
+    device = torch.device(mesh.device_type)
+    sigmas = EXPERTS[family][component]
+    model, optimizer = load(root, component, mesh)
+    before = evaluate(model, family, device, sigmas=sigmas)
+    train(model, optimizer, family, device, steps=range(steps // 2), sigmas=sigmas)
+    save_checkpoint(out / "checkpoint", model, optimizer)
+    train(model, optimizer, family, device, steps=range(steps // 2, steps), sigmas=sigmas)
+    after = evaluate(model, family, device, sigmas=sigmas)
+    say(f"{family} {component}: loss {before:.3f} before, {after:.3f} after {steps} steps")
+    assert after < 0.95 * before, "the adapter has not learned"
+
+    resumed, resumed_optimizer = load(root, component, mesh)
+    load_checkpoint(out / "checkpoint", resumed, resumed_optimizer)
+    train(resumed, resumed_optimizer, family, device, steps=range(steps // 2, steps), sigmas=sigmas)
+    for name, tensor in save_adapter(resumed, out, family).items():
+        assert torch.equal(tensor, adapter_of(model, name)), f"{name} differs in the resumed run"
+    say(f"{family} {component}: the resumed run ends with the same adapter")
+    return resumed
+
+
+def run(family: str, mesh: DeviceMesh, steps: int, work: Path) -> None:
+    """The whole of it for one family."""
+    root = make_checkpoint(work / family, family)
+    for component in EXPERTS[family]:
+        out = work / f"{family}-{component}"
+        model = fine_tune(root, component, family, mesh, steps, out).eval()
+        check_reload(model, root, component, family, out, torch.device(mesh.device_type))

@@ -1,0 +1,60 @@
+"""What every step of one load shares: the ranks, the options, the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from metashard.agree import Agreement, mesh_ranks
+from metashard.errors import LayoutError
+from metashard.policy import LoadPolicy, ShardPolicy
+from metashard.report import Recorder
+from metashard.shard import check_mesh, mesh_device
+
+
+@dataclass
+class Run:
+    """One load on the ranks of a mesh; making it waits for all of them and compares their policies.
+
+    Args:
+        mesh: The FSDP mesh.
+        shard: How to cut.
+        load: How the bytes come in.
+    """
+
+    mesh: DeviceMesh
+    shard: ShardPolicy
+    load: LoadPolicy
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh)
+        self.device = mesh_device(self.mesh)
+        self.recorder = Recorder(self.device)
+        self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
+        with self.agreement.phase("resolve"):
+            pass  # everyone is here
+        policies = self.agreement.gather((self.load, self.shard.comparable()))
+        if any(policy != policies[0] for policy in policies):
+            rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
+            raise LayoutError(
+                f"Ranks were given different policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
+                rank=rank,
+                phase="resolve",
+                expected=policies[0],
+                got=policies[rank],
+            )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body and agree on how it went."""
+        with self.recorder.phase(name), self.agreement.phase(name):
+            yield
+
+    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value made on rank 0, or its failure, on every rank."""
+        with self.recorder.phase(name):
+            return self.agreement.on_leader(name, make)

@@ -1,0 +1,147 @@
+"""Which strategy a load takes, and why; and what rank 0 loads where it is `rank0`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from metashard import _compat
+from metashard.checkpoint import Checkpoint
+from metashard.component import Component
+from metashard.errors import ComponentError, LayoutError
+from metashard.layout import named_slots, set_tensor
+from metashard.mapping import Mapping, map_entries, missing_error
+from metashard.policy import LoadPolicy
+from metashard.run import Run
+
+
+def build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that the library builds under; transformers' "auto" is the config's, else the first float weight's."""
+    if found.library != "transformers" or dtype is not None:
+        return dtype
+    named = found.config.get("dtype") or found.config.get("torch_dtype")
+    if named is not None:
+        return getattr(torch, str(named).removeprefix("torch."))
+    floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
+    return next(floating, None)
+
+
+def map_or_refuse(module: nn.Module, found: Component, headers: Checkpoint | None, load: LoadPolicy) -> Mapping:
+    if headers is None:
+        return Mapping(reason="the weights are pickled")
+    mapping = map_entries(module, headers, library=found.library)
+    if mapping.reason is None and mapping.missing:
+        if load.missing == "error":
+            raise missing_error(mapping.missing, found.name or found.class_name, phase="plan")
+        return Mapping(missing=mapping.missing, reason=f"{len(mapping.missing)} missing tensors take their own init")
+    return mapping
+
+
+def choose_strategy(
+    run: Run, found: Component, headers: Checkpoint | None, mapping: Mapping, folder: Path, lora: Any
+) -> tuple[str, str]:
+    """The strategy and why, from facts that all ranks share."""
+    asked = run.load.strategy
+    lora_obstacle = _lora_obstacle(run, lora)
+    obstacle = mapping.reason or lora_obstacle
+    if obstacle is not None:
+        if asked in ("direct", "stream"):
+            raise ComponentError(
+                f'Strategy "{asked}" cannot load this: {obstacle}. Use strategy "rank0" or "auto".',
+                phase="plan",
+                expected="one entry for every parameter",
+                got=obstacle,
+            )
+        return "rank0", "asked for" if asked == "rank0" else obstacle
+    assert headers is not None
+    visible = run.agreement.gather(_sees(folder, headers))
+    blind = [rank for rank, sees in enumerate(visible) if not sees]
+    if asked == "auto":
+        if not blind:
+            return "direct", "every rank sees the files and every parameter is one entry"
+        return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files"
+    if asked == "direct" and blind:
+        raise ComponentError(
+            f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the '
+            f'sizes that rank 0 sees. Use "stream" or "auto".',
+            rank=blind[0],
+            phase="plan",
+            file=str(folder),
+        )
+    return asked, "asked for"
+
+
+def _lora_obstacle(run: Run, lora: Any) -> str | None:
+    """Why the adapters need the real base on rank 0, which alone reads the configs of existing ones."""
+
+    def ask() -> tuple[bool, str | None]:
+        if lora is None:
+            return False, None
+        from metashard.lora import needs_base_weights
+
+        return True, needs_base_weights(lora)
+
+    wanted, obstacle = run.on_leader("plan", ask)
+    with run.phase("plan"):
+        if wanted is not (lora is not None):
+            raise LayoutError(
+                f"lora= is {'given' if wanted else 'None'} on rank 0 and {'None' if wanted else 'given'} here; "
+                f"pass the same adapters on every rank.",
+                phase="plan",
+                expected=wanted,
+                got=not wanted,
+            )
+    return obstacle
+
+
+def _sees(folder: Path, headers: Checkpoint) -> bool:
+    try:
+        return all((folder / name).stat().st_size == size for name, size in headers.sizes.items())
+    except OSError:
+        return False
+
+
+def load_on_leader(
+    run: Run,
+    shell: nn.Module,
+    found: Component,
+    headers: Checkpoint | None,
+    mapping: Mapping,
+    dtype: torch.dtype | None,
+) -> tuple[nn.Module, Mapping]:
+    """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
+    if not run.agreement.leader:
+        return shell, mapping
+    del shell
+    with _compat.default_dtype(None):
+        module, info = found.cls.from_pretrained(
+            str(found.folder),
+            **{"torch_dtype" if found.library == "diffusers" else "dtype": dtype},
+            variant=found.variant,
+            use_safetensors=found.format == "safetensors",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if headers is not None:
+        run.recorder.add(bytes_read=headers.nbytes)
+    missing = sorted(info.get("missing_keys") or ())
+    if missing and run.load.missing == "error":
+        raise missing_error(missing, found.name or found.class_name, phase="build")
+    if missing:
+        _own_init(module, missing, found, dtype)
+    return module, Mapping(missing=tuple(missing), unexpected=tuple(sorted(info.get("unexpected_keys") or ())))
+
+
+def _own_init(module: nn.Module, missing: list[str], found: Component, dtype: torch.dtype | None) -> None:
+    """Give tensors that the checkpoint lacks the values that a newly built module has (transformers does so itself)."""
+    left = {slot.fqn: slot for slot, tensor in named_slots(module) if tensor.is_meta and slot.fqn in set(missing)}
+    if not left:
+        return
+    fresh = found.cls.from_config(dict(found.config))
+    state = fresh.state_dict()
+    for fqn, slot in left.items():
+        value = state[fqn].to(dtype if dtype is not None and slot.dtype.is_floating_point else slot.dtype)
+        set_tensor(module, fqn, nn.Parameter(value, slot.requires_grad) if slot.kind == "parameter" else value)
