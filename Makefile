@@ -3,13 +3,14 @@
 #     make demo                                             a synthetic checkpoint on 2 CPU ranks, every strategy
 #     make demo MODEL=/path COMPONENT=transformer NPROC=8   your own checkpoint, on GPUs where there are any
 #     make test [ARGS='-k plan -x']                         the tests
+#     make examples                                         both training examples, a few steps on 2 CPU ranks
 #     make lint | make fix                                  ruff and mypy: check, or repair what can be repaired
 #     make clean                                            remove caches and the demo's checkpoint (keeps .venv)
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
-CODE := metashard tests tools benchmarks
+CODE := metashard tests tools benchmarks examples
 
 MODEL ?=
 COMPONENT ?= transformer
@@ -17,7 +18,7 @@ NPROC ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fix clean env
+.PHONY: help demo test examples lint fix clean env
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -41,6 +42,11 @@ demo: $(STAMP)
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+examples: export OMP_NUM_THREADS := 1
+examples: $(STAMP)
+	$(BIN)/python examples/train_lora.py --smoke
+	$(BIN)/python examples/train_full.py --smoke
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -119,6 +119,18 @@ def resident_fraction(files: Iterable[Path]) -> float:
 # ---- memory and I/O of this process ---------------------------------------------------------------------------------
 
 
+def count_elements(files: Iterable[Path]) -> int:
+    """Elements of all tensors in safetensors files."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in files:
+        with safe_open(str(file), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a mapping
+                total += torch.Size(opened.get_slice(key).get_shape()).numel()
+    return total
+
+
 class HostMemory:
     """Peak of this process's own host memory, sampled by a thread; `with HostMemory() as memory: ...; memory.peak`.
 
@@ -232,6 +244,7 @@ class Case:
         tiny_component: Component in `tiny`.
         imports: Called with `path` and `component` before the clock starts, to import what all flows will need.
         threads: Threads of torch's own operators a rank; 1 is torchrun's default.
+        memory_limit: Bytes of private memory a rank may add while the clock runs (RLIMIT_DATA); None for no limit.
     """
 
     path: Path
@@ -243,6 +256,7 @@ class Case:
     tiny_component: str | None = "transformer"
     imports: Callable[[Path, str | None], Any] | None = None
     threads: int = 1
+    memory_limit: int | None = None
 
 
 # (path, component, mesh, dtype) -> the sharded module, or (module, report), or None where nothing is loaded. Must
@@ -546,6 +560,12 @@ def _measure(flow: Flow, case: Case, rank: int, nproc: int, port: int) -> RankRe
         accelerator.synchronize()
         accelerator.reset_peak_memory_stats()
         device_start = accelerator.memory_allocated()
+    if case.memory_limit is not None:
+        import resource
+
+        with open("/proc/self/status", "rb") as status:
+            allowed = _kib_after(status.read(), b"VmData:") * 1024 + case.memory_limit
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     dist.barrier()
     storage_start, called_start = io_counters()
     with HostMemory() as memory:

@@ -4,11 +4,15 @@
     python benchmarks/loading_speed.py --quick                                  a small checkpoint, under 2 minutes
     python benchmarks/loading_speed.py --nproc 2 4 --repeats 3                  SD3.5-medium's real shape, 5.4 GB
     python benchmarks/loading_speed.py --model-path MODEL --component transformer --flows direct dcp
+    python benchmarks/loading_speed.py --memory-limit                           what fits under a limit on each rank
 
 Every run is N fresh processes in a fresh process group; imports and a tiny warm-up load come before the clock. Flows
 are interleaved. "cold" runs start with the weight files evicted from the page cache, which is verified; "warm" runs
 with all of them in it. Digests of every rank's shards, buffers and tensor attributes are compared with those of the
 first of these flows that ran: every rank loads all, any other public flow, ours.
+
+With --memory-limit the model is loaded in fp32, so that no flow can keep it in mapped pages of a bf16 file, and every
+rank may add private memory of three quarters of the model (RLIMIT_DATA): enough for a shard, too little for all of it.
 
 Exit code: 0; 1 if one of our flows failed or differs; 2 for a wrong call.
 """
@@ -96,6 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flows", nargs="+", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator, where there is one)")
     parser.add_argument("--backend", help="of the process group (default: gloo on cpu, else what torch pairs with it)")
+    parser.add_argument("--memory-limit", action="store_true", help="what fits under a limit: once, cold, 2 ranks")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
@@ -106,8 +111,12 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     started = time.monotonic()
     names = _flow_names(args)
     caches = [cache for cache in ("cold", "warm") if getattr(args, cache)] or ["cold", "warm"]
-    world_sizes = args.nproc or ([2] if args.quick else [2, 4])
-    repeats = args.repeats if args.repeats is not None else (1 if args.quick else 3)
+    once = args.quick or args.memory_limit
+    world_sizes = args.nproc or ([2] if once else [2, 4])
+    repeats = args.repeats if args.repeats is not None else (1 if once else 3)
+    if args.memory_limit:
+        args.dtype, caches = "fp32", ["cold"]
+        names = [name for name in names if not name.startswith("floor")]
     if min(world_sizes) < 1 or repeats < 1 or args.limit <= 0:
         raise UsageError("--nproc, --repeats and --limit must be positive")
 
@@ -134,6 +143,10 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         tiny=_tiny(scratch),
         imports=peers.component_class,
     )
+    if args.memory_limit:
+        elements = harness.count_elements(files)
+        case = replace(case, memory_limit=elements * 4 * 3 // 4)
+        about["memory limit a rank, GB"] = round(case.memory_limit / 1e9, 2)
     print(f"{about}, {args.dtype}, {device}, ranks {world_sizes}, {repeats} run(s) a flow, {' and '.join(caches)}")
 
     results: list[Any] = []

@@ -102,7 +102,13 @@ def captions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flow_loss(
-    model: nn.Module, family: str, device: torch.device, *, seed: int, sigmas: tuple[float, float] = (0.0, 1.0)
+    model: nn.Module,
+    family: str,
+    device: torch.device,
+    *,
+    seed: int,
+    sigmas: tuple[float, float] = (0.0, 1.0),
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Flow matching: from x = (1 - s) * picture + s * noise, the model predicts noise - picture.
 
@@ -112,6 +118,7 @@ def flow_loss(
         device: Where to compute.
         seed: Decides pictures, noise and times, so that a step of a resumed run is the step it would have been.
         sigmas: Range of times s; each of Wan's experts has its own.
+        dtype: Of the inputs.
     """
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, len(COLOURS), (4,), generator=draw)
@@ -125,7 +132,6 @@ def flow_loss(
         inputs["pooled_projections"] = pooled
     else:
         inputs["hidden_states"] = noisy[:, :, None]  # one frame
-    dtype = next(p.dtype for p in model.parameters() if p.dtype != torch.float32 or p.ndim > 1)
     inputs = {k: v.to(device, v.dtype if k == "timestep" else dtype) for k, v in inputs.items()}
     predicted = model(**inputs, return_dict=False)[0].float()
     predicted = predicted if family == "sd3" else predicted[:, :, 0]
@@ -175,6 +181,6 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
+    """Print, on rank 0 only."""
     if dist.get_rank() == 0:
-        print(text, flush=True)
+        print(text, flush=True)  # noqa: T201

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes those of the process.
 
     Returns:
-        Exit code: 0, or 2 if the load failed (on every rank).
+        Exit code: 0; 1 if a check of `verify` failed, 2 if a load failed (on every rank).
     """
     parser = argparse.ArgumentParser(prog="metashard", description="Load model components straight into FSDP2 shards.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,19 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Load a component into FSDP2 shards and print what it took. Run it under torchrun: "
         "torchrun --nproc-per-node 2 -m metashard load PATH --component transformer",
     )
-    load.add_argument("path", help="a pipeline folder, a folder that is one model, or a Hub id")
-    load.add_argument("--component", help="component of the pipeline, such as transformer")
-    load.add_argument("--strategy", choices=STRATEGIES, default="auto")
-    load.add_argument("--transport", choices=TRANSPORTS, default="scatter")
-    load.add_argument("--dtype", choices=DTYPES, help="dtype to load in (default: as from_pretrained)")
-    load.add_argument("--variant", help='weight variant, such as "fp16"')
-    load.add_argument("--revision", help="Hub revision")
-    load.add_argument("--wrap", nargs="+", help="class names of the modules to wrap (default: found in the model)")
-    load.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
+    verify = commands.add_parser(
+        "verify",
+        help="check what a load promises on all ranks of torchrun (or in one process)",
+        description="Load a component without an adapter and twice with a new one, and check that its base, its "
+        "adapter and its buffers are what they have to be on every rank.",
+    )
+    for command in (load, verify):
+        command.add_argument("path", help="a pipeline folder, a folder that is one model, or a Hub id")
+        command.add_argument("--component", help="component of the pipeline, such as transformer")
+        command.add_argument("--strategy", choices=STRATEGIES, default="auto")
+        command.add_argument("--transport", choices=TRANSPORTS, default="scatter")
+        command.add_argument("--dtype", choices=DTYPES, help="dtype to load in (default: as from_pretrained)")
+        command.add_argument("--variant", help='weight variant, such as "fp16"')
+        command.add_argument("--revision", help="Hub revision")
+        command.add_argument("--wrap", nargs="+", help="class names of modules to wrap (default: found in the model)")
+        command.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
+    verify.add_argument("--lora", action="store_true", required=True, help="check a load with a new LoRA adapter")
+    verify.add_argument("--rank", type=int, default=8, help="rank of the adapter")
+    verify.add_argument("--targets", nargs="+", help="names of the modules to adapt (default: attention projections)")
+    verify.add_argument("--style", choices=("peft", "inject"), default="peft", help="how the adapter is added")
+    verify.add_argument("--seed", type=int, default=0)
     load.add_argument("--json", action="store_true", help="print the report as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
     args = parser.parse_args(argv)
-    return _load(args)
+    return _verify(args) if args.command == "verify" else _load(args)
 
 
 def _load(args: argparse.Namespace) -> int:
@@ -64,6 +76,36 @@ def _load(args: argparse.Namespace) -> int:
             for rank, digest in enumerate(digests):
                 print(f"  digest of rank {rank}: {digest}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from peft import LoraConfig
+
+    from metashard.lora import LoraSpec
+    from metashard.verify_lora import ATTENTION, verify_lora
+
+    with process_group() as device_type:
+        try:
+            checks = verify_lora(
+                args.path,
+                args.component,
+                mesh=make_mesh(device_type, args.replicas),
+                lora=LoraSpec(LoraConfig(r=args.rank, target_modules=args.targets or ATTENTION), style=args.style),
+                seed=args.seed,
+                dtype=DTYPES[args.dtype] if args.dtype else None,
+                shard=ShardPolicy(wrap=args.wrap),
+                load=LoadPolicy(strategy=args.strategy, transport=args.transport),
+                variant=args.variant,
+                revision=args.revision,
+            )
+        except MetaShardError as error:
+            print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        for check in checks if dist.get_rank() == 0 else ():
+            print(f"{'ok    ' if check.ok else 'WRONG '} {check.name}")
+            for fault in check.faults[:10]:
+                print(f"         {fault}")
+    return 0 if all(check.ok for check in checks) else 1
 
 
 def _load_and_digest(args: argparse.Namespace, device_type: str):  # type: ignore[no-untyped-def]

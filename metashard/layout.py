@@ -20,6 +20,7 @@ from metashard.agree import Agreement
 from metashard.errors import LayoutError
 
 _OWN = frozenset(vars(nn.Module()))  # what nn.Module itself keeps in an instance
+_SIMPLE = (str, bytes, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,33 @@ class Plain:
     tensor: torch.Tensor
 
 
+def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules(remove_duplicate=False)`, without its cost of one generator a level."""
+    stack = [("", module)]
+    while stack:
+        prefix, sub = stack.pop()
+        yield prefix, sub
+        start = f"{prefix}." if prefix else ""
+        stack += [(start + name, child) for name, child in reversed(sub._modules.items()) if child is not None]
+
+
 def plain_tensors(module: nn.Module) -> Iterator[Plain]:
     """All tensors held as plain attributes, in module order: what `parameters()` and `buffers()` never see.
 
     Without those that a forward pre-hook computes anew before every forward (weight_norm, spectral_norm).
     """
-    seen: set[int] = {id(t) for t in (*module.parameters(), *module.buffers())}
-    for name, sub in module.named_modules():
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    seen: set[int] = set()
+    for name, sub in _walk(module):
+        modules.setdefault(id(sub), (name, sub))
+        seen.update(id(t) for t in (*sub._parameters.values(), *sub._buffers.values()))
+    seen.discard(id(None))
+    for name, sub in modules.values():
         derived = {getattr(hook, "name", None) for hook in sub._forward_pre_hooks.values()}
         for attribute, value in vars(sub).items():
-            if attribute not in _OWN and attribute not in derived and not attribute.startswith("_fsdp"):
+            if type(value) in _SIMPLE or attribute in _OWN or attribute in derived:
+                continue
+            if not attribute.startswith(("_fsdp", "__composable_api")):
                 yield from _tensors_in(value, f"{name}.{attribute}" if name else attribute, seen, depth=0)
 
 
@@ -77,7 +95,7 @@ def _tensors_in(value: Any, path: str, seen: set[int], *, depth: int) -> Iterato
             seen.add(id(value))
             yield Plain(path, value)
         return
-    if depth > 4 or isinstance(value, (str, bytes, int, float, type(None), type, nn.Module)) or id(value) in seen:
+    if depth > 4 or isinstance(value, (*_SIMPLE, type, nn.Module)) or id(value) in seen:
         return
     if isinstance(value, dict):
         children: Iterable[tuple[str, Any]] = ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
@@ -94,32 +112,20 @@ def _tensors_in(value: Any, path: str, seen: set[int], *, depth: int) -> Iterato
         yield from _tensors_in(item, child_path, seen, depth=depth + 1)
 
 
-def named_slots(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
-    """Every parameter, buffer and plain tensor attribute, in registration order, ties included."""
+def named_slots(module: nn.Module, *, attributes: bool = True) -> list[tuple[Slot, torch.Tensor]]:
+    """Every parameter and buffer in registration order, with ties; then, with `attributes`, the plain tensors."""
     found: list[tuple[Slot, torch.Tensor]] = []
     first: dict[int, str] = {}
 
     def add(fqn: str, kind: str, tensor: torch.Tensor, persistent: bool) -> None:
         trait = ""
-        if isinstance(
-            tensor, DTensor
-        ):  # of its mesh, ranks share shape and names: each has its own row of a larger one
+        if isinstance(tensor, DTensor):  # of the mesh shape and names: each rank has its own row of a larger mesh
             trait = f"{tensor.placements} on {tensor.device_mesh.shape} {tensor.device_mesh.mesh_dim_names}"
         tie = first.setdefault(id(tensor), fqn)
-        slot = Slot(
-            fqn,
-            kind,
-            tuple(tensor.shape),
-            tensor.dtype,
-            tensor.requires_grad,
-            persistent,
-            tie,
-            not tensor.is_meta,
-            trait,
-        )
-        found.append((slot, tensor))
+        shape, real = tuple(tensor.shape), not tensor.is_meta
+        found.append((Slot(fqn, kind, shape, tensor.dtype, tensor.requires_grad, persistent, tie, real, trait), tensor))
 
-    for prefix, sub in module.named_modules(remove_duplicate=False):
+    for prefix, sub in _walk(module):
         start = f"{prefix}." if prefix else ""
         for name, parameter in sub._parameters.items():
             if parameter is not None:
@@ -127,7 +133,7 @@ def named_slots(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
         for name, buffer in sub._buffers.items():
             if buffer is not None:
                 add(start + name, "buffer", buffer, name not in sub._non_persistent_buffers_set)
-    for plain in plain_tensors(module):
+    for plain in plain_tensors(module) if attributes else ():
         add(plain.path, "attribute", plain.tensor, False)
     return found
 
@@ -170,7 +176,7 @@ def sync_model_dtypes(module: nn.Module, *, group: Any = None) -> None:
 
 
 def _sync_dtypes(module: nn.Module, agreement: Agreement) -> None:
-    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind != "attribute"]
+    slots = _registered(module)
     wanted = agreement.from_leader({slot.fqn: slot.dtype for slot, _ in slots})
     _compare_names(list(wanted), [slot.fqn for slot, _ in slots])
     retype(slots, lambda slot: wanted[slot.fqn])
@@ -207,7 +213,7 @@ def agree_on_layout(module: nn.Module, agreement: Agreement) -> list[Slot]:
 
 
 def _registered(module: nn.Module) -> list[tuple[Slot, torch.Tensor]]:
-    return [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind != "attribute"]
+    return named_slots(module, attributes=False)
 
 
 def _compare_field(want: Slot, got: Slot, field: str) -> None:
@@ -270,16 +276,18 @@ def _match_ties(module: nn.Module, wanted: list[Slot]) -> None:
 def take_real(module: nn.Module) -> dict[str, torch.Tensor]:
     """Put every real parameter on meta and return the real ones by the FQN of their tie group.
 
-    On rank 0 they are what is sent; on other ranks they are dropped. The module is then the same on every rank, and
-    whoever pops a tensor from the dictionary and drops it frees its memory.
+    On rank 0 they are what is sent; on other ranks they are dropped. The module is then the same on every rank, with
+    contiguous parameters (FSDP takes no others), and whoever pops a tensor from the dictionary and drops it frees its
+    memory.
     """
     taken: dict[str, torch.Tensor] = {}
     on_meta: dict[str, nn.Parameter] = {}
-    for slot, tensor in named_slots(module):
-        if slot.kind != "parameter" or tensor.is_meta or isinstance(tensor, DTensor):
+    for slot, tensor in _registered(module):
+        if slot.kind != "parameter" or isinstance(tensor, DTensor) or (tensor.is_meta and tensor.is_contiguous()):
             continue
-        if slot.tie not in taken:
-            taken[slot.tie] = tensor.detach()
+        if slot.tie not in on_meta:
+            if not tensor.is_meta:
+                taken[slot.tie] = tensor.detach()
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             on_meta[slot.tie] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         set_tensor(module, slot.fqn, on_meta[slot.tie])
@@ -291,7 +299,7 @@ def check_shell(module: nn.Module, agreement: Agreement) -> None:
 
     Small real parameters are fine, such as layers that a hook has added; more than half of the bytes is no shell.
     """
-    unique = {slot.tie: tensor for slot, tensor in named_slots(module) if slot.kind == "parameter"}
+    unique = {slot.tie: tensor for slot, tensor in _registered(module) if slot.kind == "parameter"}
     real = {fqn: tensor for fqn, tensor in unique.items() if not tensor.is_meta and not isinstance(tensor, DTensor)}
     if not agreement.leader and 2 * sum(t.nbytes for t in real.values()) > sum(t.nbytes for t in unique.values()):
         names = sorted(real)

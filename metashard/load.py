@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,11 @@ def load_component(
         MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
     """
     run = Run(mesh, shard, load)
-    with run.recorder:
+    with run.recorder, run.prefetch:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
+        if headers is not None and run.agreement.leader:
+            run.prefetch.start(folder, headers)
         with run.phase("import"):
             cls = found.cls
         with run.phase("build"), torch.random.fork_rng(devices=[]):
@@ -97,7 +100,7 @@ def load_component(
                 pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
                 apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
                 entries = _by_identity(module, mapping)
-        held = [tensor for _, tensor in named_slots(module)]  # keeps the identities that `entries` goes by
+        held = [tensor for _, tensor in named_slots(module, attributes=False)]  # `entries` goes by their identities
         with run.phase("prepare"):
             if prepare is not None:
                 module = prepare(module) or module
@@ -108,7 +111,7 @@ def load_component(
                 module = inject(module, lora, run.agreement, component=found.name, entries=entries)
         sources = _sources(module, entries, mapping)
         del held, entries
-        report = _shard_and_fill(run, module, sources, headers, folder, strategy, reason, mapping)
+        report = _shard_and_fill(run, module, Supply(strategy, reason, mapping, sources, headers, folder))
     return (module, report) if output_loading_info else module
 
 
@@ -159,7 +162,7 @@ def wrap_model(
     """
     run = Run(mesh, shard, load)
     with run.recorder:
-        report = _shard_and_fill(run, module, {}, None, None, "rank0", "a module built by the caller", EntryMapping())
+        report = _shard_and_fill(run, module, Supply("rank0", "a module built by the caller"))
     return (module, report) if output_loading_info else module
 
 
@@ -212,7 +215,7 @@ def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
     """id of a tensor -> its entry: hooks and adapters may rename what they keep, and replace what they want anew."""
     return {
         id(tensor): mapping.sources[slot.tie]
-        for slot, tensor in named_slots(module)
+        for slot, tensor in named_slots(module, attributes=False)
         if slot.persistent and slot.tie in mapping.sources
     }
 
@@ -223,7 +226,7 @@ def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapp
     A hook that makes DTensors of parameters (tensor parallelism) replaces the objects; those are known by name.
     """
     found: dict[str, Entry] = {}
-    for slot, tensor in named_slots(module):
+    for slot, tensor in named_slots(module, attributes=False):
         entry = entries.get(id(tensor))
         if entry is None and isinstance(tensor, DTensor) and tensor.is_meta:
             entry = mapping.sources.get(slot.fqn)
@@ -232,23 +235,35 @@ def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapp
     return found
 
 
-def _shard_and_fill(
-    run: Run,
-    module: nn.Module,
-    sources: Mapping[str, Entry],
-    headers: Checkpoint | None,
-    folder: Path | None,
-    strategy: str,
-    reason: str,
-    mapping: EntryMapping,
-) -> LoadReport:
+@dataclass(frozen=True)
+class Supply:
+    """Where the bytes of one load come from.
+
+    Args:
+        strategy: "direct", "stream" or "rank0".
+        reason: Why this one.
+        mapping: How the checkpoint's keys fit the module.
+        sources: Name -> entry, of what comes from the files.
+        headers: The files' headers; None where there are none.
+        folder: This rank's folder of them.
+    """
+
+    strategy: str
+    reason: str
+    mapping: EntryMapping = field(default_factory=EntryMapping)
+    sources: Mapping[str, Entry] = field(default_factory=dict)
+    headers: Checkpoint | None = None
+    folder: Path | None = None
+
+
+def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     """From a module that is a shell, or real on rank 0, to checked shards."""
     with run.phase("agree"):
         asked = _asked_to_ignore(module, run.shard)
     with run.phase("agree"):
         slots = agree_on_layout(module, run.agreement)
         check_shell(module, run.agreement)
-        _check_sources(slots, sources)
+        _check_sources(slots, supply.sources)
     with run.phase("shard"):
         ignored = _replicated(slots, asked)
         blocks = choose_groups(module, run.shard)
@@ -260,20 +275,23 @@ def _shard_and_fill(
     with run.phase("allocate"):
         allocate(module, run.mesh, run.shard)
     with _progress(run, module) as advance:
-        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, folder, advance)
-        fill.fill(module, slots, job, strategy=strategy, sources=sources, headers=headers, real=real)
+        run.prefetch.stop()
+        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, advance)
+        fill.fill(
+            module, slots, job, strategy=supply.strategy, sources=supply.sources, headers=supply.headers, real=real
+        )
     with run.phase("check"):
         check_loaded(module, {slot.fqn: slot.tie for slot in slots if slot.kind != "attribute"})
         average_replicated_grads(module, run.mesh, ignored)
         watch_adapters(module)
-    return _report(run, module, strategy, reason, mapping)
+    return _report(run, module, supply)
 
 
 def _asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
     """FQNs of the parameters that the policy names, by FQN or by object."""
     asked = tuple(policy.ignored_params or ())
     given = {id(item) for item in asked}
-    slots = [(slot, tensor) for slot, tensor in named_slots(module) if slot.kind == "parameter"]
+    slots = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.kind == "parameter"]
     names = {item for item in asked if isinstance(item, str)} | {s.fqn for s, tensor in slots if id(tensor) in given}
     unknown = sorted(names - {slot.fqn for slot, _ in slots})
     if unknown:
@@ -321,23 +339,23 @@ def _progress(run: Run, module: nn.Module) -> Iterator[Callable[[int], None]]:
 def _resident(module: nn.Module) -> int:
     from metashard.fill.bytes import flat_local
 
-    unique = {slot.tie: tensor for slot, tensor in named_slots(module) if slot.kind != "attribute"}
+    unique = {slot.tie: tensor for slot, tensor in named_slots(module, attributes=False)}
     return sum(flat_local(tensor).nbytes for tensor in unique.values())
 
 
-def _report(run: Run, module: nn.Module, strategy: str, reason: str, mapping: EntryMapping) -> LoadReport:
+def _report(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(_resident(module)), run.recorder.phases)
     gathered = run.agreement.gather(mine)
     counts: dict[str, int] = {}
-    for slot, _ in named_slots(module):
-        if slot.kind != "attribute" and slot.tie == slot.fqn:
+    for slot, _ in named_slots(module, attributes=False):
+        if slot.tie == slot.fqn:
             name = str(slot.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + 1
     names = list(gathered[0][1])
-    missing, unexpected = run.agreement.from_leader((mapping.missing, mapping.unexpected))
+    missing, unexpected = run.agreement.from_leader((supply.mapping.missing, supply.mapping.unexpected))
     return LoadReport(
-        strategy=strategy,
-        reason=reason,
+        strategy=supply.strategy,
+        reason=supply.reason,
         world_size=len(gathered),
         phases={name: max(phases.get(name, 0.0) for _, phases in gathered) for name in names},
         ranks=tuple(rank for rank, _ in gathered),

@@ -41,7 +41,7 @@ def map_entries(module: nn.Module, checkpoint: Checkpoint, *, library: str) -> M
     Raises:
         CheckpointError: An entry fits a name but not its shape.
     """
-    slots = {slot.fqn: slot for slot, _ in named_slots(module) if slot.persistent}
+    slots = {slot.fqn: slot for slot, _ in named_slots(module, attributes=False) if slot.persistent}
     if library == "transformers":
         renamed, reason = _transformers_names(module, checkpoint, slots)
     else:
@@ -132,4 +132,4 @@ def apply_dtypes(
             return slot.dtype
         return torch.float32 if any(pin in slot.fqn.split(".") for pin in pins) else dtype
 
-    retype([(slot, tensor) for slot, tensor in named_slots(module) if slot.kind != "attribute"], wanted)
+    retype(named_slots(module, attributes=False), wanted)

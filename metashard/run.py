@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from metashard.agree import Agreement, mesh_ranks
 from metashard.errors import LayoutError
+from metashard.fill.prefetch import Prefetch
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Recorder
 from metashard.shard import check_mesh, mesh_device
@@ -34,6 +35,7 @@ class Run:
         check_mesh(self.mesh)
         self.device = mesh_device(self.mesh)
         self.recorder = Recorder(self.device)
+        self.prefetch = Prefetch()
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
         with self.agreement.phase("resolve"):
             pass  # everyone is here

@@ -149,7 +149,7 @@ def _without_ties_across(module: nn.Module, chosen: list[str]) -> set[str]:
     """Drop blocks that share a parameter with another group: `fully_shard` would untie them in silence."""
     kept = set(chosen)
     owners: dict[str, list[str]] = defaultdict(list)
-    for slot, _ in named_slots(module):
+    for slot, _ in named_slots(module, attributes=False):
         if slot.kind == "parameter":
             owners[slot.tie].append(slot.fqn.rpartition(".")[0])
     shared = [names for names in owners.values() if len(names) > 1]
@@ -318,8 +318,8 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
 
     _compat.apply_to_tensors(module, materialise)
     plain: dict[str, torch.Tensor] = {}
-    for slot, tensor in named_slots(module):
-        if slot.kind == "attribute" or not tensor.is_meta:
+    for slot, tensor in named_slots(module, attributes=False):
+        if not tensor.is_meta:
             continue
         if slot.tie not in plain:
             empty = advise_huge_pages(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))

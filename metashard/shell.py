@@ -25,7 +25,7 @@ from torch import nn
 
 from metashard import _compat
 from metashard.errors import ComponentError
-from metashard.layout import plain_tensors, take_real
+from metashard.layout import named_slots, take_real
 
 # What `from_pretrained` takes besides the config's own keywords; a shell has no use for them.
 _WEIGHT_KWARGS = (
@@ -161,10 +161,8 @@ def retie(module: nn.Module) -> None:
 
 
 def _computed_on_meta(module: nn.Module) -> bool:
-    stored = module.state_dict(keep_vars=True).values()
-    persistent = {id(tensor) for tensor in stored}
-    computed = [b for b in module.buffers() if id(b) not in persistent] + [p.tensor for p in plain_tensors(module)]
-    return any(tensor.is_meta for tensor in computed)
+    """Whether anything that no state dict holds was left on meta."""
+    return any(tensor.is_meta for slot, tensor in named_slots(module) if not slot.persistent)
 
 
 def _from_config(cls: type[Any], config: dict[str, Any], *, library: str, dtype: torch.dtype | None) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from metashard.errors import LoadError
@@ -23,9 +24,14 @@ def digest_shards(module: nn.Module) -> str:
     Each contributes its name, dtype, full shape and the bytes that this rank holds. Ties count under each of their
     names.
 
+    Parameters that FSDP has gathered for a forward are put back into shards first.
+
     Returns:
         The hex digest. Equal digests on the same rank of two loads mean equal bytes.
     """
+    for sub in module.modules():
+        if isinstance(sub, FSDPModule):
+            sub.reshard()  # the root's group stays gathered after a forward without a backward
     return _digest(named_slots(module), {slot.fqn: _local(tensor) for slot, tensor in named_slots(module)})
 
 

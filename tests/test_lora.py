@@ -18,6 +18,7 @@ from torch import nn
 
 import metashard
 from metashard.lora import needs_base_weights
+from metashard.verify_lora import verify_lora
 from tests import zoo
 from tests.parity import cpu_mesh, differences, full
 from tests.ranks import Ranks
@@ -481,6 +482,25 @@ def base_shards(folder: str) -> list[str]:
         if "lora_" not in name and not torch.equal(full(parameter), full(plain[name.replace(".base_layer", "")])):
             found.append(name)
     return found
+
+
+@pytest.mark.parametrize("style", ["peft", "inject"])
+def test_verify_lora(ranks2: Ranks, folders, style):
+    spec = metashard.LoraSpec(config(modules_to_save=["proj_out"]), style=style)
+    for checks in ranks2.run(verify, folders[WAN], spec):
+        assert [(check.name, check.faults) for check in checks if not check.ok] == []
+
+
+def test_verify_lora_sees_what_is_wrong(ranks2: Ranks, folders):
+    """Adapters that break what is checked on purpose: an init with a lora_B, and one that changes the base."""
+    broken = {"orthogonal": "lora_B is zero", "pissa": "base shards are those of a load without the adapter"}
+    for init, name in broken.items():
+        for checks in ranks2.run(verify, folders[SD3], config(init_lora_weights=init)):
+            assert name in {check.name for check in checks if not check.ok}
+
+
+def verify(folder: str, lora: Any) -> list[Any]:
+    return verify_lora(folder, mesh=cpu_mesh(), lora=lora, dtype=BF16, load=metashard.LoadPolicy(timeout=60))
 
 
 def test_nothing_of_peft_is_imported_before_it_is_needed():

@@ -44,12 +44,23 @@ def test_json_holds_all_of_it() -> None:
 def test_the_table_names_strategy_phases_ranks_dtypes_and_keys() -> None:
     lines = str(REPORT).splitlines()
     assert lines[0] == "metashard: direct on 2 ranks in 1.75 s: every rank sees the files"
-    assert [line.split() for line in lines[1:4]] == [["phase", "seconds"], ["resolve", "0.250"], ["fill", "1.500"]]
+    assert [line.split() for line in lines[1:4]] == [
+        ["phase", "seconds"],
+        ["resolve", "0.250"],
+        ["fill", "1.500", "0.00", "GB/s"],
+    ]
     assert lines[5].split() == ["0", "3.0", "MiB", "0", "B", "0", "B", "5", "B", "0", "B", "0", "B"]
     assert lines[6].split() == ["1", "0", "B", "0", "B", "1.5", "KiB", "0", "B", "0", "B", "7.0", "GiB"]
     assert lines[7].split(maxsplit=1) == ["dtypes", "58 bfloat16, 11 float32"]
     assert lines[8].split(maxsplit=1) == ["missing", "2: a, b"]
     assert lines[9].split(maxsplit=1) == ["unexpected", "7: key0, key1, key2, key3, key4, ..."]
+
+
+def test_the_rate_counts_what_was_read_or_from_rank_0_sent() -> None:
+    ranks = (RankReport(bytes_read=3_000_000_000, bytes_sent=1_000_000_000), RankReport(bytes_read=1_000_000_000))
+    phases = {"build": 4.0, "fill": 2.0}
+    assert LoadReport("direct", "", 2, phases, ranks).gbps == {"fill": 2.0}
+    assert LoadReport("rank0", "", 2, phases, ranks).gbps == {"build": 1.0, "fill": 0.5}
 
 
 def test_the_table_of_a_clean_load_speaks_of_no_missing_keys() -> None:
@@ -77,8 +88,8 @@ def test_phases_of_one_name_add_up_also_when_one_raises() -> None:
         with recorder.phase("check"):
             pass
     assert list(recorder.phases) == ["fill", "check"]
-    assert 0.04 <= recorder.phases["fill"] < 1
-    assert recorder.phases["check"] < 0.02
+    assert recorder.phases["fill"] >= 0.04  # two naps
+    assert recorder.phases["check"] < recorder.phases["fill"]
 
 
 def test_counts_add_up_and_the_end_does_not_change_them() -> None:

@@ -29,29 +29,17 @@ CASTS = [(a, b) for a in (FP64, FP32, FP16, BF16) for b in (FP32, FP16, BF16) if
 CAST_IDS = [f"{str(a)[6:]} to {str(b)[6:]}" for a, b in CASTS]
 
 
-def awkward(numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
-    """Numbers of every magnitude that `dtype` has, ties of rounding, infinities, NaN, zeros of both signs."""
+def awkward(numel: int, dtype: torch.dtype, *, seed: int = 0, nan: bool = True) -> torch.Tensor:
+    """Numbers of every magnitude that `dtype` has, ties of rounding, infinities, NaN, zeros of both signs.
+
+    Without NaN where a cast is not of contiguous memory: torch then gives it other bits (0x7fc0 for 0xffff in bf16).
+    """
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-50, 50, (numel,), generator=generator, dtype=torch.int32)
     values = torch.ldexp(torch.randn(numel, generator=generator, dtype=FP64), exponents)
-    special = torch.tensor(
-        [
-            0.0,
-            -0.0,
-            float("inf"),
-            -float("inf"),
-            float("nan"),
-            65504.0,
-            65520.0,
-            65519.99,
-            1e-8,
-            6e-8,
-            1.00390625,
-            3e38,
-        ],
-        dtype=FP64,
-    )
-    values[: min(numel, len(special))] = special[:numel]
+    special = [0.0, -0.0, float("inf"), -float("inf"), 65504.0, 65520.0, 65519.99, 1e-8, 6e-8, 1.00390625, 3e38]
+    special += [float("nan")] if nan else []
+    values[: min(numel, len(special))] = torch.tensor(special, dtype=FP64)[:numel]
     return values.to(dtype)
 
 
@@ -114,7 +102,7 @@ def test_runs_at_equal_distances_land_without_what_is_between_them(
     run: int, stride: int, count: int, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     staging = Staging(CPU, 2048)
-    values = awkward((count - 1) * stride + run, stored)
+    values = awkward((count - 1) * stride + run, stored, nan=False)
     expected = torch.cat([values[k * stride : k * stride + run] for k in range(count)]).to(wanted)
     into = torch.full((count * run + 2,), 7.0, dtype=wanted)
     staging.buffer()[: values.nbytes].copy_(as_bytes(values))
@@ -238,7 +226,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], *, odd: bool = True) -> 
         }
         offset += tensor.nbytes
     text = json.dumps(header).encode()
-    text += b" " * ((1 if odd else 0) - (8 + len(text)) % 2)
+    text += b" " * ((odd - len(text)) % 2)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
@@ -361,13 +349,13 @@ SHAPES = [(6, 5), (1, 4), (3, 1), (7, 2, 3), (4, 6000), (2, 3, 9000), (300, 40)]
 
 
 @pytest.mark.parametrize("wanted", [FP32, BF16])
-@pytest.mark.parametrize("most", [4, 64, 8192, 1 << 20])
+@pytest.mark.parametrize("most", [100, 8192, 1 << 20])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_part_of_a_tensor_that_a_rank_holds_is_read_whatever_its_dim(
     nothing_left: None, tmp_path: Path, shape: tuple[int, ...], most: int, wanted: torch.dtype
 ) -> None:
     """Every dim cut in 1, 2 and 5 parts, some of them empty; no read is larger than it may be."""
-    values = awkward(torch.Size(shape).numel(), FP32).reshape(shape)
+    values = awkward(torch.Size(shape).numel(), FP32, nan=False).reshape(shape)
     write(tmp_path / "a.safetensors", {"x": values})
     checkpoint = headers_of(tmp_path)
     entry = checkpoint.entries["x"]
@@ -469,9 +457,13 @@ def test_a_file_that_changed_since_its_header_was_read_is_told(nothing_left: Non
             os.replace(tmp_path / "new", path)
 
     error = failing(tmp_path, 2, between=between)
-    assert isinstance(error, LoadError), repr(error)
-    assert error.file == str(path)
-    assert error.phase == "fill"
+    if change == "gone":  # becomes a LoadError where the ranks agree on it
+        assert isinstance(error, FileNotFoundError), repr(error)
+        assert error.filename == str(path)
+        return
+    assert isinstance(error, CheckpointError), repr(error)
+    assert (error.file, error.phase) == (str(path), "fill")
+    assert error.expected != error.got
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
