@@ -228,7 +228,8 @@ def _prefix(state: Mapping[str, Any], module: nn.Module, component: str | None, 
         return ""
     raise AdapterError(
         f"{file} holds no key of {component or type(module).__name__}; its keys begin with "
-        f"{', '.join(sorted(first)[:6])}.",
+        f"{', '.join(sorted(first)[:6])}. A file of another trainer's format: load it once with the pipeline's "
+        "load_lora_weights and save it with save_lora_adapter.",
         phase="adapters",
         file=str(file),
         expected=f"keys that begin with {candidates[0]}.",

@@ -78,7 +78,7 @@ def test_hsdp_replicas_are_equal_to_the_reference(name, mesh, saved, ranks4):
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "T5EncoderModel"])
 def test_several_files_are_loaded_by_their_index(name, saved, ranks2):
     folder = saved(name, "20KB")
-    assert len(list(Path(folder).glob("*.safetensors"))) > 2
+    assert len(list(Path(folder).glob("*.safetensors"))) >= 2
     results = ranks2.run(check_case, name, folder, torch.bfloat16, WAYS, timeout=120)
     assert faults(results) == []
 

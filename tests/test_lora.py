@@ -304,6 +304,23 @@ def load_component_with(root: str, component: str, adapter: str, same: str) -> l
     return differences(module, reference(SD3, f"{root}/{component}", BF16, [metashard.LoraSpec(same, style="inject")]))
 
 
+def test_a_text_encoders_keys_of_a_diffusers_file(folders, tmp_path):
+    """transformers' models have no `load_lora_adapter`; the adapter is what diffusers derives from the keys."""
+    module = zoo.CASES[CLIP].load(folders[CLIP], torch.float32)
+    target = next(name for name, _ in module.named_modules() if name.endswith("0.self_attn.q_proj"))
+    rows, columns = module.get_submodule(target).weight.shape
+    state = {
+        f"text_encoder.{target}.lora_A.weight": torch.randn(3, columns),
+        f"text_encoder.{target}.lora_B.weight": torch.randn(rows, 3),
+        "transformer.x.lora_A.weight": torch.zeros(1),
+    }
+    module = metashard.add_lora(module, save(tmp_path / "lora.safetensors", state))
+    adapted = module.get_submodule(target)
+    assert torch.equal(adapted.lora_A["default"].weight, state[f"text_encoder.{target}.lora_A.weight"])
+    assert torch.equal(adapted.lora_B["default"].weight, state[f"text_encoder.{target}.lora_B.weight"])
+    assert adapted.scaling == {"default": 1.0}
+
+
 def test_existing_and_new_adapters_together(ranks2: Ranks, folders, adapters):
     specs = [
         metashard.LoraSpec(adapters["other"], "old", trainable=False),

@@ -187,10 +187,6 @@ def compile_blocks(module: nn.Module) -> None:
         block.compile(backend="aot_eager")
 
 
-def compile_blocks_under_peft(module: nn.Module) -> None:
-    compile_blocks(module.get_base_model())
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient checkpointing before": dict(prepare=checkpointing),
     "gradient checkpointing after": dict(after=checkpointing),
@@ -216,7 +212,7 @@ def test_a_full_step_with(ranks2: Ranks, folders, option):
     "option",
     [
         dict(prepare=checkpointing),
-        dict(after=compile_blocks_under_peft),
+        dict(prepare=compile_blocks),
         dict(shard=dict(offload_policy=CPUOffloadPolicy(pin_memory=False))),
         dict(accumulate=2, optimizer=dict(fused=True)),
     ],
