@@ -39,7 +39,6 @@ from metashard import _compat
 from metashard.agree import mesh_ranks, new_group
 from metashard.errors import ShardError
 from metashard.layout import named_slots, set_tensor
-from metashard.memory import advise_huge_pages
 from metashard.plan import Box, Sharding, whole
 from metashard.policy import ShardPolicy, WrapRule
 
@@ -311,7 +310,7 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
     def materialise(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_meta and isinstance(tensor, DTensor)):
             return tensor
-        local = advise_huge_pages(torch.empty_like(tensor.to_local(), **shard_kwargs))
+        local = torch.empty_like(tensor.to_local(), **shard_kwargs)
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
@@ -322,7 +321,7 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
         if not tensor.is_meta:
             continue
         if slot.tie not in plain:
-            empty = advise_huge_pages(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             plain[slot.tie] = (
                 nn.Parameter(empty, requires_grad=tensor.requires_grad) if slot.kind == "parameter" else empty
             )

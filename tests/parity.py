@@ -1,6 +1,6 @@
 """The judge of a load: `from_pretrained` in a single process.
 
-Every parameter, buffer and plain tensor attribute, in bytes and dtype, on every rank; ties; then one forward on every rank.
+Every parameter, buffer and plain tensor attribute, in bytes and dtype, and ties; then one forward. On every rank.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from metashard.checkpoint import read_checkpoint
 from metashard.component import Component, resolve_component
-from metashard.hub import fetch
 from metashard.errors import CheckpointError, ComponentError
+from metashard.hub import fetch
 
 D = "diffusion_pytorch_model"
 VAE = {"_class_name": "AutoencoderKL", "block_out_channels": [8], "norm_num_groups": 2}

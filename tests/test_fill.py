@@ -100,17 +100,17 @@ class FillBlock(nn.Module):
 
 
 class FillTable(ModelMixin, ConfigMixin):
-    """All of the table, 500 tiny parameters, and tensors in lists that no state dict knows."""
+    """All of the table, many tiny parameters, and tensors in lists that no state dict knows."""
 
     _repeated_blocks = ["FillBlock"]  # noqa: RUF012 - as diffusers writes it
 
     @register_to_config
-    def __init__(self, width: int = 6, tiny: int = 500) -> None:
+    def __init__(self, width: int = 6, count: int = 20) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(FillBlock(width) for _ in range(2))
         for name, (shape, dtype) in PARAMETERS.items():
             self.register_parameter(name, nn.Parameter(numbers(name, shape, dtype), dtype.is_floating_point))
-        self.tiny = nn.ParameterList(nn.Parameter(numbers(f"tiny{i}", (i % 3 + 1,), FP32)) for i in range(tiny))
+        self.tiny = nn.ParameterList(nn.Parameter(numbers(f"tiny{i}", (i % 3 + 1,), FP32)) for i in range(count))
         for name, (shape, dtype, persistent) in BUFFERS.items():
             self.register_buffer(name, numbers(name, shape, dtype), persistent=persistent)
         self.plain = [numbers("plain", (3,), torch.complex64), {"deep": (numbers("deep", (), torch.int64),)}]
@@ -123,10 +123,10 @@ class FillTable(ModelMixin, ConfigMixin):
         return x + torch.stack([p.sum() for p in self.tiny]).sum() + self.packed.sum()
 
 
-def filled() -> FillTable:
+def filled(count: int = 20) -> FillTable:
     """A real one, whose stored values are not those that `__init__` computes."""
     torch.manual_seed(1)
-    model = FillTable()
+    model = FillTable(count=count)
     with torch.no_grad():
         for fqn, tensor in model.state_dict(keep_vars=True).items():
             if tensor.dtype == torch.bool:
@@ -141,8 +141,10 @@ def filled() -> FillTable:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     """Folder of the filled table, and how many bytes its tensors have."""
-    folder = tmp_path_factory.mktemp("table")
-    model = filled()
+    return save(filled(), tmp_path_factory.mktemp("table"))
+
+
+def save(model: FillTable, folder: Path) -> tuple[str, int]:
     model.save_config(folder)
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     save_file(state, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
@@ -173,7 +175,7 @@ def local_faults(loaded: nn.Module, expected: nn.Module) -> list[str]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_meta or value.is_meta:
             found.append(f"{name}: on meta")
-        elif (local.shape, local.dtype) != (value.shape, value.dtype):
+        elif (local.shape if value.numel() else value.shape, local.dtype) != (value.shape, value.dtype):
             found.append(f"{name}: holds {tuple(local.shape)}, expected {tuple(value.shape)}")
         elif not torch.equal(as_bytes(local.contiguous()), as_bytes(value)):
             found.append(f"{name}: bytes differ")
@@ -191,49 +193,73 @@ def load_table(folder: str, dtype: torch.dtype | None, policy: dict[str, Any], *
         del diffusers.FillTable
 
 
-def table_faults(folder: str, dtype: torch.dtype | None, policy: dict[str, Any], ignored: tuple[str, ...]) -> Any:
-    shard = metashard.ShardPolicy(ignored_params=ignored)
-    module, report = load_table(folder, dtype, policy, shard=shard)
+def table_faults(folder: str, dtype: torch.dtype | None, ways: list[dict[str, Any]], ignored: tuple[str, ...]) -> Any:
+    """For each way: what is wrong, and the report."""
     expected = FillTable.from_pretrained(folder, torch_dtype=dtype)
-    found = local_faults(module, expected) + storage_faults(module)
-    if dtype is None:
-        found += [f"{text} (as it was saved)" for text in local_faults(module, filled())]
-    plain = [f for f, p in module.named_parameters() if not isinstance(p, DTensor)]
-    if plain != [f for f in ("rows_5", "larger_than_staging", "scalar", "packed_0d") if f in plain]:
-        found.append(f"plain parameters: {plain}")
-    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float32).to(dtype or FP32)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(2), dtype=FP32).to(dtype or FP32)
     with torch.no_grad():
-        if not torch.equal(module(x), expected(x)):
-            found.append("forward differs")
-    return found, report
+        wanted = expected(x)
+    told = []
+    for way in ways:
+        module, report = load_table(folder, dtype, way, shard=metashard.ShardPolicy(ignored_params=ignored))
+        found = local_faults(module, expected) + storage_faults(module)
+        plain = {f for f, p in module.named_parameters() if not isinstance(p, DTensor)}
+        if plain != {"scalar", "packed_0d", *ignored}:
+            found.append(f"plain parameters: {plain}")
+        with torch.no_grad():
+            if not torch.equal(module(x), wanted):
+                found.append("forward differs")
+        told.append((found, report))
+    if dtype is None:  # the judge's own judge
+        told[0][0].extend(f"{text} (as it was saved)" for text in local_faults(expected, filled(expected.config.count)))
+    return told
+
+
+def faults_of(ranks: list[list[tuple[list[str], Any]]]) -> list[tuple[str, int, list[str]]]:
+    """(way, rank, faults), of those that have any; `ranks` as `table_faults` told it with `WAYS`."""
+    return [
+        (way, rank, found)
+        for rank, told in enumerate(ranks)
+        for way, (found, _) in zip(WAYS, told, strict=True)
+        if found
+    ]
 
 
 @pytest.mark.parametrize("dtype", [None, BF16], ids=["as stored", "bf16"])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_kind_of_tensor_arrives_by_every_way(
-    ranks_of: dict[int, Ranks], saved: tuple[str, int], world: int, way: str, dtype: torch.dtype | None
+    ranks_of: dict[int, Ranks], saved: tuple[str, int], world: int, dtype: torch.dtype | None
 ) -> None:
     """With the smallest staging, which several of the tensors exceed."""
     folder, nbytes = saved
-    told = ranks_of[world].run(table_faults, folder, dtype, {**WAYS[way], "staging_bytes": SMALLEST}, ())
-    assert [found for found, _ in told] == [[]] * world
-    report = told[0][1]
-    assert sum(rank.bytes_read for rank in report.ranks) == nbytes
-    if WAYS[way].get("transport", "scatter") == "scatter":  # its shard and what is replicated, and nothing else
-        for rank in report.ranks[1:]:
-            assert rank.bytes_received <= rank.bytes_resident + 500
+    ways = [{**way, "staging_bytes": SMALLEST} for way in WAYS.values()]
+    ranks = ranks_of[world].run(table_faults, folder, dtype, ways, (), timeout=120)
+    assert faults_of(ranks) == []
+    for way, (_, report) in zip(WAYS, ranks[0], strict=True):
+        assert sum(rank.bytes_read for rank in report.ranks) == nbytes, way
+        if "broadcast" not in way:  # its shard and what is replicated, and nothing else
+            attributes = 200
+            for rank in report.ranks[1:]:
+                assert rank.bytes_received <= rank.bytes_resident + attributes, way
+
+
+def test_500_tiny_tensors_arrive_by_every_way(ranks2: Ranks, tmp_path: Path) -> None:
+    folder, nbytes = save(filled(500), tmp_path)
+    ranks = ranks2.run(table_faults, folder, None, list(WAYS.values()), (), timeout=120)
+    assert faults_of(ranks) == []
+    assert {sum(rank.bytes_read for rank in report.ranks) for _, report in ranks[0]} == {nbytes}
 
 
 @pytest.mark.parametrize("staging_bytes", [SMALLEST, 99_991, 64 << 20])
-@pytest.mark.parametrize("way", ["direct", "stream, scatter", "stream, broadcast", "rank0, scatter"])
 def test_ignored_parameters_arrive_whole_on_every_rank(
-    ranks2: Ranks, saved: tuple[str, int], way: str, staging_bytes: int
+    ranks2: Ranks, saved: tuple[str, int], staging_bytes: int
 ) -> None:
-    policy = {**WAYS[way], "staging_bytes": staging_bytes}
-    told = ranks2.run(table_faults, saved[0], BF16, policy, ("rows_5", "larger_than_staging"))
-    assert [found for found, _ in told] == [[], []]
-    assert sum(rank.bytes_read for rank in told[0][1].ranks) == saved[1]
+    ways = [{**way, "staging_bytes": staging_bytes} for way in WAYS.values()]
+    ignored = ("rows_5", "larger_than_staging")
+    ranks = ranks2.run(table_faults, saved[0], BF16, ways, ignored, timeout=120)
+    assert faults_of(ranks) == []
+    for _, report in ranks[0]:
+        assert sum(rank.bytes_read for rank in report.ranks) == saved[1]
 
 
 def digests(folder: str, ways: list[dict[str, Any]]) -> list[str]:
@@ -444,7 +470,7 @@ def rank0_lets_go(folder: str) -> list[int]:
 
 def test_the_model_that_rank_0_loaded_is_gone_after_the_load(ranks2: Ranks, saved: tuple[str, int]) -> None:
     (loaded, left), on_1 = ranks2.run(rank0_lets_go, saved[0])
-    assert loaded > 500
+    assert loaded == len(list(filled().parameters()))
     assert left == 0
     assert on_1 == [0, 0]
 

@@ -172,7 +172,9 @@ def _wrapped(name: str, folder: str, dtype: torch.dtype) -> list[str]:
     return found if fired else [*found, "the hook set before the load did not fire"]
 
 
-@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "WanTransformer3DModel", "LlamaForCausalLM-tied", "T5EncoderModel"])
+@pytest.mark.parametrize(
+    "name", ["SD3Transformer2DModel", "WanTransformer3DModel", "LlamaForCausalLM-tied", "T5EncoderModel"]
+)
 def test_from_pretrained_and_wrap_model_give_the_reference(name, saved, ranks2):
     assert ranks2.run(_wrapped, name, saved(name), torch.bfloat16) == [[], []]
 
@@ -211,7 +213,7 @@ def _own(transport: str) -> tuple[bool, list[float], list[float]]:
     dist.broadcast_object_list(box, src=0)
     shell = all(p.is_meta for p in module.parameters())
     wrapped = metashard.wrap_model(module, mesh=cpu_mesh(), load=metashard.LoadPolicy(transport=transport))
-    plain = [p for p in wrapped.parameters()]
+    plain = list(wrapped.parameters())
     got = wrapped(torch.ones(2, 6)).sum().item()
     from tests.parity import full
 
@@ -254,9 +256,7 @@ def test_the_hook_may_add_layers_which_come_from_rank_0(strategy, saved, ranks2)
 
 def _components(folder: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
     opened: list[str] = []
-    modules = metashard.load_components(
-        folder, ["transformer", "transformer_2"], mesh=cpu_mesh(), dtype=torch.bfloat16
-    )
+    modules = metashard.load_components(folder, ["transformer", "transformer_2"], mesh=cpu_mesh(), dtype=torch.bfloat16)
     case = zoo.CASES["WanTransformer3DModel"]
     found = {n: differences(m, reference(case, Path(folder) / n, torch.bfloat16)) for n, m in modules.items()}
     return list(modules), found, opened
