@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from metashard.adapters import LoraSpec
 from metashard.errors import (
     AdapterError,
     CheckpointError,
@@ -13,7 +14,7 @@ from metashard.errors import (
 )
 from metashard.layout import sync_model_dtypes
 from metashard.load import load_component, load_components, wrap_model
-from metashard.lora import LoraSpec, add_lora
+from metashard.lora import add_lora
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
 from metashard.shell import from_pretrained, init_context

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from metashard.adapter_checks import check_kind, no_match
+from metashard.adapters import Added, LoraSpec, add_module, config_of
 from metashard.errors import AdapterError
-
-if TYPE_CHECKING:
-    from metashard.lora import Added, LoraSpec
 
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
@@ -43,16 +41,13 @@ def read_config(source: str | Path) -> Any:
     return LoraConfig(**known) if known else None
 
 
-def add_existing(
-    module: nn.Module, spec: LoraSpec, component: str | None, *, add: Callable[..., nn.Module]
-) -> tuple[nn.Module, Added]:
+def add_existing(module: nn.Module, spec: LoraSpec, component: str | None) -> tuple[nn.Module, Added]:
     """Add an adapter from its file on rank 0, values included.
 
     Args:
         module: The base, real or with stand-ins.
         spec: The adapter.
         component: Name of the component, by which a diffusers file tells its keys apart.
-        add: `metashard.lora.add_module`.
 
     Raises:
         AdapterError: No adapter there, or it does not fit the model.
@@ -60,8 +55,8 @@ def add_existing(
     path = _existing(spec.source)
     try:
         if _is_peft(path):
-            return _add_peft(module, spec, path, add)
-        return _add_diffusers(module, spec, _diffusers_file(path), component, add)
+            return _add_peft(module, spec, path)
+        return _add_diffusers(module, spec, _diffusers_file(path), component)
     except RuntimeError as error:
         found = _MISMATCH.search(str(error))
         if found is None:
@@ -77,11 +72,9 @@ def add_existing(
         ) from error
 
 
-def _add_peft(module: nn.Module, spec: LoraSpec, path: Path, add: Callable[..., nn.Module]) -> tuple[nn.Module, Added]:
+def _add_peft(module: nn.Module, spec: LoraSpec, path: Path) -> tuple[nn.Module, Added]:
     """As `PeftModel.from_pretrained`, then `load_adapter`; the base's name in the config is kept."""
     from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
-
-    from metashard.lora import Added, config_of
 
     style = spec.style or "peft"
     config = PeftConfig.from_pretrained(str(path))
@@ -90,7 +83,7 @@ def _add_peft(module: nn.Module, spec: LoraSpec, path: Path, add: Callable[..., 
     weights = load_peft_weights(str(path), device="cpu")
     base = config.base_model_name_or_path
     try:
-        module = add(module, config, spec.name, style, on_meta=False)
+        module = add_module(module, config, spec.name, style, on_meta=False)
     except ValueError as error:
         if "target" not in str(error).lower():
             raise
@@ -104,16 +97,12 @@ def _add_peft(module: nn.Module, spec: LoraSpec, path: Path, add: Callable[..., 
     return module, Added(spec.name, style, config_of(module, spec.name), exists=True)
 
 
-def _add_diffusers(
-    module: nn.Module, spec: LoraSpec, file: Path, component: str | None, add: Callable[..., nn.Module]
-) -> tuple[nn.Module, Added]:
+def _add_diffusers(module: nn.Module, spec: LoraSpec, file: Path, component: str | None) -> tuple[nn.Module, Added]:
     """As diffusers' `load_lora_adapter`, which is called where the module has one (transformers' models do not)."""
     from diffusers.utils import convert_unet_state_dict_to_peft
     from diffusers.utils.peft_utils import get_peft_kwargs
     from peft import LoraConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
-
-    from metashard.lora import Added, config_of
 
     everything = load_file(str(file))
     prefix = _prefix(everything, module, component, file)
@@ -134,7 +123,7 @@ def _add_diffusers(
     else:
         ranks = {f"^{key}": value.shape[1] for key, value in state.items() if "lora_B" in key and value.ndim > 1}
         fields = metadata or get_peft_kwargs(ranks, network_alpha_dict=None, peft_state_dict=state)
-        module = add(module, LoraConfig(**fields), spec.name, style, on_meta=False, keys=list(state))
+        module = add_module(module, LoraConfig(**fields), spec.name, style, on_meta=False, keys=list(state))
         wrapped = {f"base_model.model.{key}": value for key, value in state.items()} if style == "peft" else dict(state)
         set_peft_model_state_dict(module, wrapped, spec.name)
     _check_keys(module, state, file, spec)

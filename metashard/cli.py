@@ -81,7 +81,7 @@ def _load(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from peft import LoraConfig
 
-    from metashard.lora import LoraSpec
+    from metashard.adapters import LoraSpec
     from metashard.verify_lora import ATTENTION, verify_lora
 
     with process_group() as device_type:
