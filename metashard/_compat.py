@@ -6,12 +6,16 @@ Each line says why it is needed; `tests/test_compat.py` fails loudly when one of
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+# Names of process groups, see `named_by_members`.
+from torch.distributed import distributed_c10d
 
 # A second group of parameters in one FSDP module, over the same ranks (see shard.py, [Note: dtype groups]). The result
 # type of a public argument of `fully_shard`, but not exported.
@@ -30,6 +34,7 @@ __all__ = [
     "diffusers_fixed_keys",
     "ignored_by",
     "library_from_pretrained",
+    "named_by_members",
     "set_group_policy",
     "transformers_dtype_plan",
     "transformers_from_config",
@@ -80,6 +85,26 @@ def library_from_pretrained(replacements: Mapping[type, Callable[..., Any]]) -> 
     finally:
         for base, function in before.items():
             base.from_pretrained = function  # type: ignore[attr-defined]
+
+
+_member_groups: Counter[tuple[int, ...]] = Counter()
+
+
+@contextmanager
+def named_by_members(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Name the process group that is made inside the context by its ranks and how many of theirs came before.
+
+    torch names a group that only its members make by how many groups this rank is in, too: ranks that are in unequally
+    many (a trainer's group of rank 0 alone is enough) wait for each other under different names until the timeout.
+    """
+    number, _member_groups[ranks] = _member_groups[ranks], _member_groups[ranks] + 1
+    name = f"metashard-{'-'.join(map(str, ranks))}-{number}"
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
 
 
 def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:

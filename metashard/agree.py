@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from metashard._compat import named_by_members
 from metashard.errors import LoadError, MetaShardError
 
 logger = logging.getLogger(__name__)
@@ -155,9 +156,8 @@ def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> dist.ProcessGroup:
-    """A process group over `ranks`, made by these ranks alone if they are not the whole world.
-
-    Groups that only their members make are named by how many groups a rank is in: all `ranks` must be in equally many.
-    """
-    whole = len(ranks) == dist.get_world_size()
-    return dist.new_group(list(ranks), use_local_synchronization=not whole, **kwargs)
+    """A process group over `ranks`, made by these ranks alone if they are not the whole world."""
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(list(ranks), **kwargs)
+    with named_by_members(tuple(sorted(ranks))):
+        return dist.new_group(list(ranks), use_local_synchronization=True, **kwargs)
