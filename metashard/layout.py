@@ -197,9 +197,18 @@ def agree_on_layout(module: nn.Module, agreement: Agreement) -> list[Slot]:
     mine = _registered(module)
     _compare_names([slot.fqn for slot in wanted], [slot.fqn for slot, _ in mine])
     for want, (got, _) in zip(wanted, mine, strict=True):
-        # A real DTensor is the caller's own, different from rank to rank on purpose: it must be real everywhere.
-        for field in ("kind", "shape", "persistent", "trait", *(["real"] if want.trait else [])):
+        for field in ("kind", "shape", "persistent", "trait"):
             _compare_field(want, got, field)
+        # A real DTensor is the caller's own, different from rank to rank on purpose.
+        if want.trait and want.real != got.real:
+            raise LayoutError(
+                f"{got.fqn} is a DTensor, {'real' if want.real else 'on meta'} on rank 0 and not here. DTensors of "
+                'a hook are filled from meta by strategies "direct" and "stream"; real ones must be real on every rank.',
+                phase="agree",
+                key=got.fqn,
+                expected=want.real,
+                got=got.real,
+            )
     by_name = {slot.fqn: slot for slot in wanted}
     retype(mine, lambda slot: by_name[slot.fqn].dtype)
     _match_ties(module, wanted)
