@@ -203,7 +203,7 @@ def agree_on_layout(module: nn.Module, agreement: Agreement) -> list[Slot]:
         if want.trait and want.real != got.real:
             raise LayoutError(
                 f"{got.fqn} is a DTensor, {'real' if want.real else 'on meta'} on rank 0 and not here. DTensors of "
-                'a hook are filled from meta by strategies "direct" and "stream"; real ones must be real on every rank.',
+                'a hook are filled from meta by strategies "direct" and "stream"; real ones must be so on every rank.',
                 phase="agree",
                 key=got.fqn,
                 expected=want.real,

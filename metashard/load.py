@@ -81,7 +81,8 @@ def load_component(
     with run.recorder, run.prefetch:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
-        if headers is not None and run.agreement.leader:
+        # On one host every byte will be read there. On several, a host reads its ranks' parts: nobody knows them yet.
+        if headers is not None and run.agreement.leader and run.one_host:
             run.prefetch.start(folder, headers)
         with run.phase("import"):
             cls = found.cls
@@ -275,7 +276,6 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     with run.phase("allocate"):
         allocate(module, run.mesh, run.shard)
     with _progress(run, module) as advance:
-        run.prefetch.stop()
         job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, advance)
         fill.fill(
             module, slots, job, strategy=supply.strategy, sources=supply.sources, headers=supply.headers, real=real

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class Run:
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
         with self.agreement.phase("resolve"):
             pass  # everyone is here
-        policies = self.agreement.gather((self.load, self.shard.comparable()))
+        everyone = self.agreement.gather((socket.gethostname(), (self.load, self.shard.comparable())))
+        self.one_host = len({host for host, _ in everyone}) == 1
+        policies = [policy for _, policy in everyone]
         if any(policy != policies[0] for policy in policies):
             rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
             raise LayoutError(

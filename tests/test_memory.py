@@ -126,11 +126,14 @@ def test_memory_above_the_shard_does_not_grow_with_the_model(warm: Ranks, checkp
 
 
 def test_the_bound_can_say_no(warm: Ranks, checkpoints: Any) -> None:
-    """`rank0` holds the model on its leader, by design, and is told from the others by the same figures."""
+    """`rank0` holds the model on its leader, by design, and is told from the others by the same figures.
+
+    With a cast, as weights that are taken as they are stay mapped from the file, which is not anonymous memory.
+    """
     folder, nbytes = checkpoints["large", BF16]
-    leader, other = excess(warm, folder, BF16, "rank0", 16 * MIB)
-    assert nbytes > 2 * ALLOWED
-    assert leader > ALLOWED
+    leader, other = excess(warm, folder, FP32, "rank0", 16 * MIB)
+    assert 2 * nbytes > 4 * ALLOWED
+    assert leader > 2 * ALLOWED
     assert other <= 64 * MIB
 
 

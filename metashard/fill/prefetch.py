@@ -1,4 +1,4 @@
-"""Let the storage work while the module is still being built."""
+"""Let the storage work all the time: while the module is being built, and ahead of the reads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from metashard.checkpoint import Checkpoint
 
 _STEP_BYTES = 8 << 20
-_MOST_BYTES = 1 << 30  # about what storage delivers until the first shard has its memory; no more is held in the cache
+_MOST_OF_FREE = 0.5  # of the memory that is available: what is asked for too early would be evicted before it is read
 
 
 class Prefetch:
-    """Asks the kernel for the first bytes of files, in the order in which they will be read. A context that ends it.
+    """Asks the kernel for the bytes of files, in the order in which they will be read. A context that ends it.
 
     Only advice: no byte is copied, an error is ignored (the reads to come will tell it), and where the system takes no
     such advice nothing happens.
@@ -37,13 +37,13 @@ class Prefetch:
         self.stop()
 
     def stop(self) -> None:
-        """End it; from here on the reads themselves keep the storage busy."""
+        """End it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self, files: list[tuple[Path, int]]) -> None:
-        left = _MOST_BYTES
+        left = int(_available_bytes() * _MOST_OF_FREE)
         for path, size in files:
             try:
                 descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -59,3 +59,12 @@ class Prefetch:
                 return
             finally:
                 os.close(descriptor)
+
+
+def _available_bytes() -> int:
+    """Host memory that the system can give without swapping; 0 where it does not tell."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 0
