@@ -98,7 +98,7 @@ class Agreement:
         if original is not None and not isinstance(original, Exception):
             raise original
         first = failures[0]
-        first.ranks = tuple(f.rank for f in failures if f.rank is not None)
+        first.ranks = tuple(sorted({f.rank for f in failures if f.rank is not None}))
         if isinstance(original, MetaShardError) and first.rank == self.rank:
             original.ranks = first.ranks
             raise original

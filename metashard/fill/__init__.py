@@ -11,7 +11,7 @@ from torch import nn
 
 from metashard.checkpoint import Checkpoint, Entry
 from metashard.fill.bytes import flat_local
-from metashard.fill.collective import Source, broadcast_in_place, exchange
+from metashard.fill.collective import Source, broadcast_in_place, prepare_exchange, scratch_for
 from metashard.fill.direct import read_own, share_replicated
 from metashard.fill.rank0 import Memory
 from metashard.fill.reader import Files, Reader
@@ -55,7 +55,10 @@ def fill(
         with _phase(job, "fill"):
             read_own(file_targets, sources, headers, job)
         with _phase(job, "fill"):
-            share_replicated(file_targets, job)
+            scratch = scratch_for(job)
+        with _phase(job, "fill"):
+            share_replicated(file_targets, job, scratch)
+        del scratch
     elif file_targets:
         assert headers is not None
         assert job.folder is not None
@@ -65,11 +68,14 @@ def fill(
             _send(file_targets, FileSource(reader, sources), job)
             job.recorder.add(bytes_read=files.bytes_read)
     with _phase(job, "fill"):
-        _send(memory_targets, Memory(real, device=job.device, staging_bytes=job.policy.staging_bytes // 2), job)
+        memory = Memory(real, device=job.device, staging_bytes=job.policy.staging_bytes // 2)
+    _send(memory_targets, memory, job)
     with _phase(job, "buffers"):
         computed = _computed_on_rank0(module, slots, set(from_files))
-        _from_rank0(computed, job)
-        _to_replicas([t.flat for t in file_targets + memory_targets] + computed, job)
+        scratch = scratch_for(job)
+    with _phase(job, "buffers"):
+        _from_rank0(computed, job, scratch)
+        _to_replicas([t.flat for t in file_targets + memory_targets] + computed, job, scratch)
 
 
 @contextmanager
@@ -79,12 +85,20 @@ def _phase(job: Job, name: str) -> Iterator[None]:
 
 
 def _send(targets: list[Target], source: Source, job: Job) -> None:
-    """Exchange within the replica that reads; replicated targets are broadcast, whatever the transport."""
-    if not job.reads:
-        return
+    """Exchange within the replica that reads; replicated targets are broadcast, whatever the transport.
+
+    Each exchange has its buffers before it begins and ends by itself: a rank that fails in one leaves nobody waiting in
+    the next.
+    """
     mine = source if job.agreement.leader else None
-    exchange([t for t in targets if not t.replicated], mine, job, transport=job.policy.transport)
-    exchange([t for t in targets if t.replicated], mine, job, transport="broadcast")
+    sharded, replicated = [t for t in targets if not t.replicated], [t for t in targets if t.replicated]
+    for part, transport in ((sharded, job.policy.transport), (replicated, "broadcast")):
+        if part:
+            with _phase(job, "fill"):
+                ready = prepare_exchange(part, job, transport=transport) if job.reads else None
+            with _phase(job, "fill"):
+                if ready is not None:
+                    ready.run(mine)
 
 
 def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set[str]) -> list[torch.Tensor]:
@@ -109,23 +123,19 @@ def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set
     return flats
 
 
-def _from_rank0(flats: list[torch.Tensor], job: Job) -> None:
+def _from_rank0(flats: list[torch.Tensor], job: Job, scratch: torch.Tensor) -> None:
     if job.reads:
         ranks = job.shard_ranks
-        moved = broadcast_in_place(
-            flats, src=ranks[0], group=job.shard_group, device=job.device, bucket_bytes=job.policy.staging_bytes
-        )
+        moved = broadcast_in_place(flats, src=ranks[0], group=job.shard_group, scratch=scratch)
         _count(job, moved, sends=job.agreement.leader, receivers=len(ranks) - 1)
 
 
-def _to_replicas(flats: list[torch.Tensor], job: Job) -> None:
+def _to_replicas(flats: list[torch.Tensor], job: Job, scratch: torch.Tensor) -> None:
     """Send what the first replica has along the replicate axis."""
     if job.mesh.ndim == 2:
         group = job.mesh.get_group(0)
         ranks = dist.get_process_group_ranks(group)
-        moved = broadcast_in_place(
-            flats, src=ranks[0], group=group, device=job.device, bucket_bytes=job.policy.staging_bytes
-        )
+        moved = broadcast_in_place(flats, src=ranks[0], group=group, scratch=scratch)
         _count(job, moved, sends=job.reads, receivers=len(ranks) - 1)
 
 

@@ -42,8 +42,8 @@ class Source(Protocol):
         """All of `target` has been packed; its source may be freed."""
 
 
-def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, transport: str) -> None:
-    """Fill `targets` on every rank of the shard group from the group's first rank.
+def prepare_exchange(targets: Sequence[Target], job: Job, *, transport: str) -> Exchange:
+    """Get ready to fill `targets` on every rank of the shard group from the group's first rank: plan and memory.
 
     In transport "scatter" a rank is sent its own shard, in "broadcast" everything, of which it keeps its shard. The
     sender's own shards never travel. Two buckets take turns: while one travels, the sender packs the next.
@@ -52,9 +52,11 @@ def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, tran
 
     Args:
         targets: The same, in the same order, on every rank of the group.
-        source: The sender's source; None on the other ranks.
         job: Surroundings of the load.
         transport: "scatter" or "broadcast".
+
+    Returns:
+        The exchange; run it once all ranks have theirs.
     """
     ranks = job.shard_ranks
     scatter = transport == "scatter"
@@ -65,12 +67,31 @@ def exchange(targets: Sequence[Target], source: Source | None, job: Job, *, tran
     else:
         sizes = [(torch.Size(t.shape).numel(), t.dtype.itemsize) for t in targets]
     buckets = fill_buckets(sizes, bucket_bytes)
-    if not buckets:
-        return
-    if source is not None:
-        _Sender(targets, source, job, scatter=scatter).run(buckets)
-    else:
-        _Receiver(targets, job, scatter=scatter).run(buckets)
+    sends, others = ranks[0] == dist.get_rank(), len(ranks) - 1
+    slot = max((bucket.nbytes for bucket in buckets), default=0) + _STATUS_BYTES
+    lanes = (others if scatter else min(1, others)) if sends else 1
+    turns = [torch.empty(lanes, slot, dtype=torch.uint8, device=job.device) for _ in range(2)]
+    return Exchange(targets, job, buckets, turns, scatter)
+
+
+class Exchange(NamedTuple):
+    """One exchange, with all that it needs."""
+
+    targets: Sequence[Target]
+    job: Job
+    buckets: Sequence[Bucket]
+    turns: list[torch.Tensor]
+    scatter: bool
+
+    def run(self, source: Source | None) -> None:
+        """Send from `source`, or receive where it is None."""
+        if not self.buckets:
+            return
+        if source is not None:
+            _Sender(self.targets, source, self.job, scatter=self.scatter).run(self.buckets, self.turns)
+        else:
+            rows = [turn[0] for turn in self.turns]
+            _Receiver(self.targets, self.job, scatter=self.scatter).run(self.buckets, rows)
 
 
 class _Sender:
@@ -80,11 +101,8 @@ class _Sender:
         self.boxes = [{rank: target.box_of(rank) for rank in self.others} for target in targets] if scatter else []
         self.error: Exception | None = None
 
-    def run(self, buckets: Sequence[Bucket]) -> None:
+    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
         last = {piece.item: number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
-        slot = max(bucket.nbytes for bucket in buckets) + _STATUS_BYTES
-        count = (len(self.others) if self.scatter else 1) if self.others else 0
-        turns = [torch.empty(count, slot, dtype=torch.uint8, device=self.job.device) for _ in range(2)]
         travelling: list[list[dist.Work]] = [[], []]
         for number, bucket in enumerate(buckets):
             turn = number % 2
@@ -147,9 +165,7 @@ class _Receiver:
         self.targets, self.job, self.scatter = targets, job, scatter
         self.error: Exception | None = None
 
-    def run(self, buckets: Sequence[Bucket]) -> None:
-        slot = max(bucket.nbytes for bucket in buckets) + _STATUS_BYTES
-        turns = [torch.empty(slot, dtype=torch.uint8, device=self.job.device) for _ in range(2)]
+    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
         coming = self._receive(turns[0], buckets[0])
         for number, bucket in enumerate(buckets):
             row = turns[number % 2]
@@ -207,8 +223,13 @@ def _keep(bucket: Bucket, targets: Sequence[Target], row: torch.Tensor) -> int:
     return kept
 
 
+def scratch_for(job: Job) -> torch.Tensor:
+    """A bucket for `broadcast_in_place`, to be had before anyone waits for it. Pages that are not used cost nothing."""
+    return torch.empty(job.policy.staging_bytes + _STATUS_BYTES, dtype=torch.uint8, device=job.device)
+
+
 def broadcast_in_place(
-    flats: Sequence[torch.Tensor], *, src: int, group: dist.ProcessGroup, device: torch.device, bucket_bytes: int
+    flats: Sequence[torch.Tensor], *, src: int, group: dist.ProcessGroup, scratch: torch.Tensor
 ) -> int:
     """Broadcast 1-D tensors from global rank `src` into the same tensors elsewhere.
 
@@ -218,8 +239,7 @@ def broadcast_in_place(
         flats: Same sizes and dtypes in the same order on every rank of `group`.
         src: Global rank that has the values.
         group: The group.
-        device: Device that the group's collectives run on.
-        bucket_bytes: Size of the bucket, and of the pieces.
+        scratch: The bucket, from `scratch_for`, on the device that the group's collectives run on.
 
     Returns:
         Bytes that travelled (0 in a group of one).
@@ -227,27 +247,24 @@ def broadcast_in_place(
     if dist.get_world_size(group) == 1:
         return 0
     sends = dist.get_rank() == src
-    buckets = fill_buckets([(flat.numel(), flat.dtype.itemsize) for flat in flats], bucket_bytes)
-    buffer: torch.Tensor | None = None
+    buckets = fill_buckets([(flat.numel(), flat.dtype.itemsize) for flat in flats], scratch.numel() - _STATUS_BYTES)
     pending: list[dist.Work] = []
     total = 0
     for bucket in buckets:
         only = bucket.pieces[0]
         total += sum((p.stop - p.start) * flats[p.item].dtype.itemsize for p in bucket.pieces)
-        if len(bucket.pieces) == 1 and flats[only.item].device == device:
+        if len(bucket.pieces) == 1 and flats[only.item].device == scratch.device:
             piece = as_bytes(flats[only.item][only.start : only.stop])
             pending.append(dist.broadcast(piece, src=src, group=group, async_op=True))
             continue
-        if buffer is None:
-            buffer = torch.empty(bucket_bytes + 16, dtype=torch.uint8, device=device)
         views = [
-            (flats[p.item][p.start : p.stop], as_dtype(buffer[p.at :], flats[p.item].dtype, p.stop - p.start))
+            (flats[p.item][p.start : p.stop], as_dtype(scratch[p.at :], flats[p.item].dtype, p.stop - p.start))
             for p in bucket.pieces
         ]
         if sends:
             for flat, view in views:
                 view.copy_(flat)
-        dist.broadcast(buffer[: bucket.nbytes], src=src, group=group)
+        dist.broadcast(scratch[: bucket.nbytes], src=src, group=group)
         if not sends:
             for flat, view in views:
                 flat.copy_(view)

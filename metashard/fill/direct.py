@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 from metashard.checkpoint import Checkpoint, Entry
@@ -46,7 +47,7 @@ def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint
             job.recorder.add(bytes_read=files.bytes_read)
 
 
-def share_replicated(targets: Sequence[Target], job: Job) -> None:
+def share_replicated(targets: Sequence[Target], job: Job, scratch: torch.Tensor) -> None:
     """Send the parts of replicated tensors that `read_own` has read from the rank that read them to the others."""
     if not job.reads:
         return
@@ -57,9 +58,7 @@ def share_replicated(targets: Sequence[Target], job: Job) -> None:
             if target.replicated:
                 start, stop = _part(number, target, owner, len(ranks))
                 flats.append(target.flat[start:stop])
-        moved = broadcast_in_place(
-            flats, src=src, group=job.shard_group, device=job.device, bucket_bytes=job.policy.staging_bytes
-        )
+        moved = broadcast_in_place(flats, src=src, group=job.shard_group, scratch=scratch)
         if src == dist.get_rank():
             job.recorder.add(bytes_sent=moved * (len(ranks) - 1))
         else:
