@@ -413,3 +413,30 @@ def test_missing_weights_take_the_modules_own_init_when_asked_to(tmp_path, ranks
     for equal, reason in ranks2.run(_own_init, str(tmp_path)):
         assert equal
         assert "1 missing" in reason
+
+
+def _from_hub(cache: str, name: str) -> list[tuple[str, Any]]:
+    """By id from a local cache, for this component and for one that is not in it."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, True
+    try:
+        module = metashard.load_component("org/name", "transformer", mesh=cpu_mesh(), dtype=torch.bfloat16)
+        folder = next(Path(cache).glob("models--org--name/snapshots/*/transformer"))
+        found = differences(module, reference(zoo.CASES[name], folder, torch.bfloat16))
+        return [("differences", found), _error("org/absent", "transformer")[:1], _error("org/name", "vae")[:1]]
+    finally:
+        constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = before
+
+
+def test_a_hub_id_loads_from_the_local_cache(tmp_path, ranks2):
+    from tests.test_component import hub_cache
+
+    name = "SD3Transformer2DModel"
+    zoo.CASES[name].build().save_pretrained(tmp_path / "source" / "transformer")
+    index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", name]}
+    (tmp_path / "source" / "model_index.json").write_text(json.dumps(index))
+    hub_cache(tmp_path / "hub", tmp_path / "source")
+    wanted = [("differences", []), ("ComponentError",), ("ComponentError",)]
+    assert ranks2.run(_from_hub, str(tmp_path / "hub"), name) == [wanted, wanted]
