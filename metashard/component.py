@@ -261,7 +261,8 @@ def _from_config(config: dict[str, Any], path: Path) -> tuple[str, str]:
         text = f"{path.name} names no class metashard knows: expected {known}, got {got!r}"
         raise resolve_error(text, file=path, expected=known, got=got)
     if name.endswith("Scheduler"):
-        raise resolve_error(f"{name} has no weights to shard; load it with {name}.from_pretrained.", file=path, got=name)
+        text = f"{name} has no weights to shard; load it with {name}.from_pretrained."
+        raise resolve_error(text, file=path, got=name)
     return library, name
 
 
