@@ -30,6 +30,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into .venv; this takes a few minutes the first time"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 

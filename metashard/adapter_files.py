@@ -173,6 +173,11 @@ def _is_peft(path: Path) -> bool:
     return (path / PEFT_CONFIG).exists()
 
 
+def is_diffusers(source: str | Path) -> bool:
+    """Whether an existing adapter is a diffusers LoRA file, or a folder of one."""
+    return not _is_peft(_existing(source))
+
+
 def _diffusers_file(path: Path) -> Path:
     file = path / DIFFUSERS_FILE if path.is_dir() else path
     if not file.exists() or file.suffix != ".safetensors":

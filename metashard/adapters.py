@@ -24,7 +24,7 @@ class LoraSpec:
         name: Name of the adapter.
         style: "peft" wraps the module as `get_peft_model` does, with fp32 adapters on a half-precision base; "inject"
             changes it in place as diffusers' `add_adapter` and `load_lora_adapter` do, in the base's dtype. None takes
-            "inject" for a diffusers LoRA file and "peft" otherwise.
+            what another adapter of the list asks for, else "inject" if one is a diffusers LoRA file, else "peft".
         trainable: Whether an existing adapter is trained. New ones always are.
         active: Whether the adapter takes part in the forward. None leaves it to the library: the first adapter in style
             "peft", the last one in style "inject". If it is given for any adapter, those with True are active.

@@ -69,7 +69,8 @@ def _load(args: argparse.Namespace) -> int:
         try:
             _, report, digests = _load_and_digest(args, device_type)
         except MetaShardError as error:
-            print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+            if dist.get_rank() == 0:  # every rank raises the same
+                print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
             return 2
         if dist.get_rank() == 0:
             print(report.to_json() if args.json else report)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from metashard.adapter_checks import check_kind, no_match, refuse_sharded, warn_of_idle_targets
-from metashard.adapter_files import add_existing, read_config
+from metashard.adapter_files import add_existing, is_diffusers, read_config
 from metashard.adapters import Added, LoraSpec, add_module, as_specs, config_of
 from metashard.agree import Agreement
-from metashard.errors import LayoutError
+from metashard.errors import AdapterError, LayoutError
 
 _VALUE_FREE_INITS = (True, False, "gaussian", "orthogonal")  # they look at the base's shapes and dtypes only
 # LoraConfig's fields that make a variant whose parameters are computed from base values, or may be.
@@ -104,6 +106,8 @@ def inject(
         specs = as_specs(lora)
     if agreement:
         _same_everywhere(specs, agreement)
+    resolve = partial(_with_styles, specs)
+    specs = agreement.on_leader("adapters", resolve) if agreement else resolve()
     leader = agreement is None or agreement.leader
     was_training, added = module.training, []
     for spec in specs:
@@ -125,6 +129,25 @@ def inject(
         if not was_training:
             module.eval()
     return module
+
+
+def _with_styles(specs: list[LoraSpec]) -> list[LoraSpec]:
+    """The specs with their style filled in: one for all, as the two cannot be mixed in one module.
+
+    What a spec asks for, or a diffusers file implies, decides for those that leave it open; else it is "peft".
+    """
+    asked = {spec.style or ("inject" if spec.exists and is_diffusers(spec.source) else None) for spec in specs} - {None}
+    if len(asked) > 1:
+        raise AdapterError(
+            f"Adapters {', '.join(spec.name for spec in specs)} ask for both styles, which cannot be mixed in one "
+            'module. Give all of them style="inject", or all style="peft": a diffusers file takes either ("inject" is '
+            "its default).",
+            phase="adapters",
+            expected="one style",
+            got=sorted(str(style) for style in asked),
+        )
+    style = next(iter(asked), "peft")
+    return [replace(spec, style=style) for spec in specs]
 
 
 def _same_everywhere(specs: list[LoraSpec], agreement: Agreement) -> None:

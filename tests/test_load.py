@@ -57,14 +57,16 @@ def faults(results: list[list[dict[str, Any]]]) -> list[str]:
 @pytest.mark.parametrize("name", zoo.CORE)
 def test_named_families_load_as_from_pretrained_does(name, world, dtype, saved, request):
     ranks = request.getfixturevalue(f"ranks{world}")
-    results = ranks.run(check_case, name, saved(name), DTYPES[dtype], WAYS, timeout=120)
+    ways = WAYS if world == 2 else WAYS[:3]
+    results = ranks.run(check_case, name, saved(name), DTYPES[dtype], ways, timeout=120)
     assert faults(results) == []
-    assert {way["report"].strategy for way in results[0]} == {"rank0", "direct", "stream"}
+    assert [way["report"].strategy for way in results[0]] == [way["strategy"] for way in ways]
 
 
 @pytest.mark.parametrize("name", sorted(set(zoo.CASES) - set(zoo.CORE)))
 def test_every_model_class_loads_as_from_pretrained_does(name, saved, ranks2):
-    auto = ranks2.run(check_case, name, saved(name), torch.bfloat16, [{"strategy": "auto"}, WAYS[0]], timeout=180)
+    ways = [{"strategy": "auto"}, {"strategy": "rank0", "transport": "broadcast"}]
+    auto = ranks2.run(check_case, name, saved(name), torch.bfloat16, ways, timeout=180)
     assert faults(auto) == []
 
 

@@ -527,3 +527,38 @@ def test_nothing_of_peft_is_imported_before_it_is_needed():
 
     code = "import sys, metashard; metashard.LoraSpec('x'); assert not {'peft', 'diffusers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=120)
+
+
+def _styles(asked: list[tuple[str | None, bool]], folder: str) -> list[str | None] | str:
+    from peft import LoraConfig
+
+    from metashard.lora import _with_styles
+
+    specs = [
+        metashard.LoraSpec(folder if exists else LoraConfig(target_modules=["to_q"]), name=f"a{n}", style=style)
+        for n, (style, exists) in enumerate(asked)
+    ]
+    try:
+        return [spec.style for spec in _with_styles(specs)]
+    except metashard.AdapterError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("asked", "styles"),
+    [
+        ([(None, False)], ["peft"]),
+        ([(None, True), (None, False)], ["inject", "inject"]),  # a diffusers file decides for a new one beside it
+        ([(None, False), ("inject", False)], ["inject", "inject"]),
+        ([("peft", True), (None, False)], ["peft", "peft"]),
+    ],
+)
+def test_one_style_is_found_for_all_adapters(asked, styles, tmp_path) -> None:
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    assert _styles(asked, str(tmp_path)) == styles
+
+
+@pytest.mark.parametrize("asked", [[(None, True), ("peft", False)], [("peft", False), (None, True)]])
+def test_two_styles_are_refused_before_anything_is_added(asked, tmp_path) -> None:
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    assert "cannot be mixed" in _styles(asked, str(tmp_path))
