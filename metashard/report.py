@@ -83,9 +83,8 @@ class LoadReport:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        lines = [
-            f"metashard: {self.strategy} on {self.world_size} rank{'s' if self.world_size > 1 else ''} in {self.seconds:.2f} s: {self.reason}"
-        ]
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"metashard: {self.strategy} on {ranks} in {self.seconds:.2f} s: {self.reason}"]
         lines.append("  phase       seconds")
         rates = {name: f"  {rate:.2f} GB/s" for name, rate in self.gbps.items()}
         lines += [f"  {name:<11} {seconds:7.3f}{rates.get(name, '')}" for name, seconds in self.phases.items()]
