@@ -12,6 +12,7 @@ disk) never trips the timeout of the group that carries data.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
 import socket
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from metashard._compat import named_by_members
-from metashard.errors import LoadError, MetaShardError
+from metashard.errors import LayoutError, LoadError, MetaShardError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,6 +87,7 @@ class Agreement:
         try:
             failures = [f for f in self.gather(failure) if f is not None]
         except RuntimeError as lost:
+            _forget(self.group)  # a group that has lost a member answers nobody any more
             if original is not None:
                 raise original  # noqa: B904 - the first failure is the one to tell
             raise LoadError(
@@ -103,6 +105,29 @@ class Agreement:
             original.ranks = first.ranks
             raise original
         raise first from original
+
+    def same(self, value: Any, *, what: str, phase: str) -> None:
+        """Refuse values that differ between ranks.
+
+        Raises:
+            LayoutError: On every rank, naming the first rank that differs from rank 0 and where.
+        """
+        digest = hashlib.sha256(repr(value).encode()).hexdigest()
+        if len(set(self.gather(digest))) == 1:
+            return
+        values = self.gather(repr(value))
+        rank = next(r for r, theirs in enumerate(values) if theirs != values[0])
+        at = next((i for i, (a, b) in enumerate(zip(values[0], values[rank], strict=False)) if a != b), 0)
+        start = max(0, at - 60)
+        expected, got = values[0][start : at + 60], values[rank][start : at + 60]
+        raise LayoutError(
+            f"Ranks differ in {what}: rank 0 has ...{expected}..., rank {rank} has ...{got}... Give every rank the "
+            "same; look for code that branches on the rank.",
+            rank=rank,
+            phase=phase,
+            expected=expected,
+            got=got,
+        )
 
     def on_leader(self, name: str, make: Callable[[], T]) -> T:
         """Run `make` on the leader alone, as phase `name`; its value, or its failure, on every rank."""
@@ -151,8 +176,22 @@ def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
     key = (id(world), ranks, timeout)
     if key not in _groups or _groups[key][0] is not world:
-        _groups[key] = (world, new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout)))
+        try:
+            group = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise LoadError(
+                f"Not all ranks of the mesh came to the load within {timeout:g} s: {error}. Every rank of the mesh has "
+                "to call it.",
+                rank=ranks.index(dist.get_rank()),
+                phase="resolve",
+            ) from error
+        _groups[key] = (world, group)
     return _groups[key][1]
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    for key in [key for key, (_, held) in _groups.items() if held is group]:
+        del _groups[key]
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> dist.ProcessGroup:

@@ -77,7 +77,9 @@ def load_component(
     Raises:
         MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
     """
+    dtype = _as_dtype(dtype)
     run = Run(mesh, shard, load)
+    run.agreement.same((component, dtype, variant, revision), what="arguments", phase="resolve")
     with run.recorder, run.prefetch:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
@@ -94,7 +96,7 @@ def load_component(
         strategy, reason = choose_strategy(run, found, headers, mapping, folder, lora)
         with run.phase("build"), torch.random.fork_rng(devices=[]):
             if strategy == "rank0":
-                module, mapping = load_on_leader(run, module, found, headers, mapping, dtype)
+                module, mapping = load_on_leader(run, module, found, headers, dtype)
                 entries: dict[int, Entry] = {}
             else:
                 built_under = build_dtype(found, headers, dtype)
@@ -103,8 +105,7 @@ def load_component(
                 entries = _by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module, attributes=False)]  # `entries` goes by their identities
         with run.phase("prepare"):
-            if prepare is not None:
-                module = prepare(module) or module
+            module = _prepared(module, prepare, mapping, from_files=strategy != "rank0")
         if lora is not None:
             from metashard.lora import inject
 
@@ -221,6 +222,56 @@ def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
     }
 
 
+def _as_dtype(dtype: Any) -> torch.dtype | None:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None.")
+    return found
+
+
+def _prepared(
+    module: nn.Module,
+    prepare: Callable[[nn.Module], nn.Module | None] | None,
+    mapping: EntryMapping,
+    *,
+    from_files: bool,
+) -> nn.Module:
+    """The module after the caller's hook.
+
+    Raises:
+        LayoutError: The hook has written or cast what is filled from the files after it: the change would be lost.
+    """
+    if prepare is None:
+        return module
+    known = {
+        s.fqn: (t, t.dtype, _version(t)) for s, t in named_slots(module, attributes=False) if s.tie in mapping.sources
+    }
+    made = prepare(module)
+    if made is not None and not isinstance(made, nn.Module):
+        raise TypeError(f"prepare returned {type(made).__name__}: expected a module, or None.")
+    after = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    for fqn, (before, dtype, version) in known.items() if from_files else ():
+        now = after.get(fqn)
+        if now is None or not now.is_meta or now.shape != before.shape:
+            continue
+        done = "cast" if now.dtype != dtype else "written" if now is before and _version(now) != version else None
+        if done is not None:
+            raise LayoutError(
+                f"prepare has {done} {fqn}, which gets its values from the files only afterwards. Do it after the load "
+                '(or give dtype=), or load with strategy="rank0", where the hook sees real values on rank 0.',
+                phase="prepare",
+                key=fqn,
+            )
+    return module if made is None else made
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapping) -> dict[str, Entry]:
     """Name -> entry, after hooks and adapters.
 
@@ -229,8 +280,8 @@ def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapp
     found: dict[str, Entry] = {}
     for slot, tensor in named_slots(module, attributes=False):
         entry = entries.get(id(tensor))
-        if entry is None and isinstance(tensor, DTensor) and tensor.is_meta:
-            entry = mapping.sources.get(slot.fqn)
+        if entry is None and tensor.is_meta and (isinstance(tensor, DTensor) or slot.kind == "buffer"):
+            entry = mapping.sources.get(slot.fqn)  # `Module.to` makes new buffers, too
         if entry is not None:
             found[slot.tie] = entry
     return found
@@ -268,11 +319,14 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     with run.phase("shard"):
         ignored = _replicated(slots, asked)
         blocks = choose_groups(module, run.shard)
+    run.agreement.same(blocks, what="the modules that they wrap", phase="shard")
     with run.phase("shard"):  # from here on the caller's module is changed
         real = take_real(module)
         shard_module(module, blocks, run.mesh, run.shard, ignored)
         if not run.agreement.leader:
             real = {}
+    placements = [(slot.fqn, slot.trait) for slot, _ in named_slots(module, attributes=False)]
+    run.agreement.same(placements, what="the placements of parameters", phase="shard")
     with run.phase("allocate"):
         allocate(module, run.mesh, run.shard)
     with _progress(run, module) as advance:

@@ -90,5 +90,5 @@ class LoadPolicy:
             raise ValueError(f"io_threads={self.io_threads}: expected at least 1.")
         if self.staging_bytes < 1 << 16:
             raise ValueError(f"staging_bytes={self.staging_bytes}: expected at least 65536 (64 KiB).")
-        if self.timeout <= 0:
+        if not 0 < self.timeout < 1e8:
             raise ValueError(f"timeout={self.timeout}: expected a positive number of seconds.")

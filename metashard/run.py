@@ -11,11 +11,12 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from metashard.agree import Agreement, mesh_ranks
-from metashard.errors import LayoutError
 from metashard.fill.prefetch import Prefetch
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Recorder
 from metashard.shard import check_mesh, mesh_device
+
+_FIRST_TIMEOUT = 600.0  # seconds for all ranks to arrive at the load
 
 
 @dataclass
@@ -37,21 +38,11 @@ class Run:
         self.device = mesh_device(self.mesh)
         self.recorder = Recorder(self.device)
         self.prefetch = Prefetch()
+        # The comparison has a timeout of its own: ranks with other timeouts would make groups that never meet.
+        first = Agreement(mesh_ranks(self.mesh), timeout=_FIRST_TIMEOUT)
+        first.same((self.load, self.shard.comparable()), what="policies", phase="resolve")
+        self.one_host = len(set(first.gather(socket.gethostname()))) == 1
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
-        with self.agreement.phase("resolve"):
-            pass  # everyone is here
-        everyone = self.agreement.gather((socket.gethostname(), (self.load, self.shard.comparable())))
-        self.one_host = len({host for host, _ in everyone}) == 1
-        policies = [policy for _, policy in everyone]
-        if any(policy != policies[0] for policy in policies):
-            rank = next(r for r, policy in enumerate(policies) if policy != policies[0])
-            raise LayoutError(
-                f"Ranks were given different policies: rank 0 {policies[0]}, rank {rank} {policies[rank]}.",
-                rank=rank,
-                phase="resolve",
-                expected=policies[0],
-                got=policies[rank],
-            )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -58,6 +58,8 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse what `fully_shard` cannot take, before any work is done."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardError(f"mesh={mesh!r}: expected a DeviceMesh, such as init_device_mesh gives.", phase="resolve")
     if mesh.ndim not in (1, 2):
         raise ShardError(
             f"The mesh has {mesh.ndim} axes; expected one (FSDP) or two (HSDP: replicate, shard). Pass the "

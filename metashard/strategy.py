@@ -109,12 +109,11 @@ def load_on_leader(
     shell: nn.Module,
     found: Component,
     headers: Checkpoint | None,
-    mapping: Mapping,
     dtype: torch.dtype | None,
 ) -> tuple[nn.Module, Mapping]:
     """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
     if not run.agreement.leader:
-        return shell, mapping
+        return shell, Mapping()  # nothing comes from the files
     del shell
     with _compat.default_dtype(None):
         module, info = found.cls.from_pretrained(
