@@ -5,7 +5,6 @@ Every parameter, buffer and plain tensor attribute, in bytes and dtype, and ties
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,9 @@ def check_case(
     mesh = cpu_mesh(*mesh_shape)
     expected = reference(case, Path(folder), dtype)
     runs_forward = case.inputs is not None and dtype in case.dtypes
-    wanted = zoo.run_forward(case, copy.deepcopy(expected), dtype) if runs_forward else []  # it may change buffers
+    wanted = zoo.run_forward(case, expected, dtype) if runs_forward else []
+    if runs_forward:
+        expected = reference(case, Path(folder), dtype)  # a forward may change buffers; not all models can be copied
     results = []
     for load in loads:
         loaded, report = load_case(case, folder, dtype, load, mesh)
