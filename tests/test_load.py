@@ -442,3 +442,50 @@ def test_a_hub_id_loads_from_the_local_cache(tmp_path, ranks2):
     hub_cache(tmp_path / "hub", tmp_path / "source")
     wanted = [("differences", []), ("ComponentError",), ("ComponentError",)]
     assert ranks2.run(_from_hub, str(tmp_path / "hub"), name) == [wanted, wanted]
+
+
+def _by_rank(folder: str, kind: str) -> str:
+    """A load whose `kind` of argument depends on the rank, or whose hook does what would be lost; the error's name."""
+    from torch.distributed.tensor import Shard
+
+    first = dist.get_rank() == 0
+    kwargs: dict[str, Any] = {"mesh": cpu_mesh(), "load": metashard.LoadPolicy(timeout=60)}
+    if kind == "wrap":
+        name = "Attention" if first else "JointTransformerBlock"
+        kwargs["shard"] = metashard.ShardPolicy(wrap=lambda module: type(module).__name__ == name)
+    elif kind == "placement":
+        kwargs["shard"] = metashard.ShardPolicy(
+            shard_placement_fn=lambda p: Shard(1) if first and p.ndim == 2 and p.shape[1] % 2 == 0 else None
+        )
+    elif kind == "dtype":
+        kwargs["dtype"] = torch.float32 if first else torch.bfloat16
+    elif kind == "timeout":
+        kwargs["load"] = metashard.LoadPolicy(timeout=61 + dist.get_rank())
+    elif kind == "cast":
+        kwargs["prepare"] = lambda module: module.to(torch.float16)
+    else:
+        kwargs["prepare"] = lambda module: 5
+    try:
+        metashard.load_component(folder, **kwargs)
+    except metashard.MetaShardError as error:
+        return type(error).__name__
+    return "loaded"
+
+
+@pytest.mark.parametrize("kind", ["wrap", "placement", "dtype", "timeout", "cast"])
+def test_what_differs_by_rank_or_would_be_lost_is_refused(kind, saved, ranks2):
+    assert ranks2.run(_by_rank, saved("SD3Transformer2DModel"), kind) == ["LayoutError"] * 2
+
+
+def test_a_hook_that_returns_no_module_is_an_error_on_every_rank(saved, ranks2):
+    assert ranks2.run(_by_rank, saved("SD3Transformer2DModel"), "nonsense") == ["LoadError"] * 2
+
+
+def _string_dtype(folder: str) -> list[str]:
+    case = zoo.CASES["T5EncoderModel"]
+    module = metashard.load_component(folder, mesh=cpu_mesh(), dtype="float16")
+    return differences(module, reference(case, Path(folder), torch.float16))
+
+
+def test_a_dtype_by_name_keeps_the_pins(saved, ranks2):
+    assert ranks2.run(_string_dtype, saved("T5EncoderModel")) == [[], []]
