@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # else a product's last bits depend on how its operands lie in memory
 
 from collections.abc import Iterator
 

@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -43,6 +43,7 @@ import torch.distributed as dist
 START_TIMEOUT = 120.0  # seconds: importing torch in several processes on a busy machine
 COLLECTIVE_TIMEOUT = 60.0  # seconds: the workers' process group, so that a mismatched collective ends by itself
 GRACE = 5.0  # seconds: what the other ranks are given once one has raised
+PRELOAD = ["tests.conftest", "diffusers", "transformers", "peft", "accelerate", "metashard.load", "metashard.lora"]
 RESYNC_TIMEOUT = 20.0  # seconds: the check after a failed call that all ranks are still in step
 
 
@@ -158,7 +159,9 @@ class Ranks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self._kill()
-        context = mp.get_context("spawn")
+        # Workers fork from a process that has imported the libraries once, before it has any threads or groups.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         # The store's server lives here, on a port the system chooses: nothing to race for, nothing left behind.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
@@ -167,12 +170,11 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world_size, self.backend, port, str(self._stacks(rank)), os.getpid()),
+                args=(theirs, rank, self.world_size, self.backend, port, str(self._stacks(rank))),
                 name=f"rank{rank}of{self.world_size}",
                 daemon=True,
             )
-            with _environment(rank, self.world_size, port):
-                process.start()
+            process.start()
             theirs.close()  # so that a dead worker closes the pipe
             self._processes.append(process)
             self._connections.append(ours)
@@ -256,44 +258,33 @@ class Ranks:
             self._folder = None
 
 
-@contextlib.contextmanager
-def _environment(rank: int, world_size: int, port: int) -> Iterator[None]:
-    """What torchrun would have set, for a child started inside; one thread a rank, and loopback only."""
-    wanted = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _set_environment(rank: int, world_size: int, port: int) -> None:
+    """What torchrun would have set; one thread a rank, and loopback only."""
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        }
+    )
 
 
 def _serve(
-    connection: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str, parent: int
+    connection: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str
 ) -> None:
     """The life of a worker: joins the group, then answers calls until it is told to stop or its parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the tests, however they end
-    if os.getppid() != parent:
-        return
+    _set_environment(rank, world_size, port)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the workers
     for category in (DeprecationWarning, FutureWarning):  # as pytest's own filters, which do not reach this process
         warnings.filterwarnings("error", category=category, module="metashard")
+    faulthandler.enable()  # a crash in native code leaves every thread's stack in the test's output
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         torch.set_num_threads(1)
