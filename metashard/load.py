@@ -93,7 +93,7 @@ def load_component(
             if found.library == "transformers":  # peft notes it down, and `save_pretrained` with it
                 module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
         mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
-        strategy, reason = choose_strategy(run, found, headers, mapping, folder, lora)
+        strategy, reason, crew = choose_strategy(run, found, headers, mapping, folder, lora)
         with run.phase("build"), torch.random.fork_rng(devices=[]):
             if strategy == "rank0":
                 module, mapping = load_on_leader(run, module, found, headers, dtype)
@@ -113,7 +113,7 @@ def load_component(
                 module = inject(module, lora, run.agreement, component=found.name, entries=entries)
         sources = _sources(module, entries, mapping)
         del held, entries
-        report = _shard_and_fill(run, module, Supply(strategy, reason, mapping, sources, headers, folder))
+        report = _shard_and_fill(run, module, Supply(strategy, reason, mapping, sources, headers, folder, crew))
     return (module, report) if output_loading_info else module
 
 
@@ -298,6 +298,7 @@ class Supply:
         sources: Name -> entry, of what comes from the files.
         headers: The files' headers; None where there are none.
         folder: This rank's folder of them.
+        crew: See `strategy.crew_of`; empty in `rank0`.
     """
 
     strategy: str
@@ -306,6 +307,7 @@ class Supply:
     sources: Mapping[str, Entry] = field(default_factory=dict)
     headers: Checkpoint | None = None
     folder: Path | None = None
+    crew: tuple[int, ...] = ()
 
 
 def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
@@ -330,7 +332,7 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     with run.phase("allocate"):
         allocate(module, run.mesh, run.shard)
     with _progress(run, module) as advance:
-        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, advance)
+        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, supply.crew, advance)
         fill.fill(
             module, slots, job, strategy=supply.strategy, sources=supply.sources, headers=supply.headers, real=real
         )

@@ -71,6 +71,8 @@ class LoadPolicy:
             values (drawn on rank 0, through strategy `rank0`).
         progress: Show a progress bar on rank 0. None shows it on a terminal.
         allow_pickle: Also load pickled checkpoints (`.bin`), with `weights_only`, through rank 0.
+        overlap: In `stream` and `rank0`, get the next bucket ready while one travels (async); False does one thing at
+            a time.
     """
 
     strategy: str = "auto"
@@ -81,6 +83,7 @@ class LoadPolicy:
     missing: str = "error"
     progress: bool | None = None
     allow_pickle: bool = False
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("transport", TRANSPORTS), ("missing", MISSING)):

@@ -41,8 +41,13 @@ class Run:
         # The comparison has a timeout of its own: ranks with other timeouts would make groups that never meet.
         first = Agreement(mesh_ranks(self.mesh), timeout=_FIRST_TIMEOUT)
         first.same((self.load, self.shard.comparable()), what="policies", phase="resolve")
-        self.one_host = len(set(first.gather(socket.gethostname()))) == 1
+        self.hosts = first.gather(socket.gethostname())
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host, as its name tells."""
+        return len(set(self.hosts)) == 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from metashard import _compat
@@ -42,8 +44,8 @@ def map_or_refuse(module: nn.Module, found: Component, headers: Checkpoint | Non
 
 def choose_strategy(
     run: Run, found: Component, headers: Checkpoint | None, mapping: Mapping, folder: Path, lora: Any
-) -> tuple[str, str]:
-    """The strategy and why, from facts that all ranks share."""
+) -> tuple[str, str, tuple[int, ...]]:
+    """The strategy and why, from facts that all ranks share; and this rank's crew, see `crew_of`."""
     asked = run.load.strategy
     lora_obstacle = _lora_obstacle(run, lora)
     obstacle = mapping.reason or lora_obstacle
@@ -55,14 +57,15 @@ def choose_strategy(
                 expected="one entry for every parameter",
                 got=obstacle,
             )
-        return "rank0", "asked for" if asked == "rank0" else obstacle
+        return "rank0", "asked for" if asked == "rank0" else obstacle, ()
     assert headers is not None
     visible = run.agreement.gather(_sees(folder, headers))
     blind = [rank for rank, sees in enumerate(visible) if not sees]
+    crew = crew_of(run, visible)
     if asked == "auto":
         if not blind:
-            return "direct", "every rank sees the files and every parameter is one entry"
-        return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files"
+            return "direct", "every rank sees the files and every parameter is one entry", crew
+        return "stream", f"ranks {', '.join(map(str, blind[:8]))} do not see the files", crew
     if asked == "direct" and blind:
         raise ComponentError(
             f'Strategy "direct" needs the files on every rank; ranks {blind[:8]} do not see {folder} with the '
@@ -71,7 +74,29 @@ def choose_strategy(
             phase="plan",
             file=str(folder),
         )
-    return asked, "asked for"
+    return asked, "asked for", crew
+
+
+def crew_of(run: Run, sees: Sequence[bool]) -> tuple[int, ...]:
+    """Global ranks that get file bytes through the same reader as this rank, the reader first.
+
+    One reader a host, the first rank there that sees the files, so that no weights go from host to host; rank 0 for all
+    if a host has none.
+
+    Args:
+        run: The load.
+        sees: Whether a rank sees the files, by rank in the load.
+    """
+    host, seeing = (
+        dict(zip(run.agreement.ranks, run.hosts, strict=True)),
+        dict(zip(run.agreement.ranks, sees, strict=True)),
+    )
+    group = dist.get_process_group_ranks(run.mesh.get_group(run.mesh.ndim - 1))
+    if {host[rank] for rank in group if seeing[rank]} != {host[rank] for rank in group}:
+        return tuple(group)
+    mine = [rank for rank in group if host[rank] == host[dist.get_rank()]]
+    first = next(rank for rank in mine if seeing[rank])
+    return (first, *(rank for rank in mine if rank != first))
 
 
 def _lora_obstacle(run: Run, lora: Any) -> str | None:

@@ -71,7 +71,9 @@ def differences(loaded: nn.Module, expected: nn.Module) -> list[str]:
     for name in sorted(want.keys() & got.keys()):
         (slot, tensor), (other, value) = want[name], got[name]
         if isinstance(value, DTensor):
-            tensor = distribute_tensor(tensor.detach(), value.device_mesh, value.placements, src_data_rank=None).to_local()
+            tensor = distribute_tensor(
+                tensor.detach(), value.device_mesh, value.placements, src_data_rank=None
+            ).to_local()
             value = value.detach().to_local()
         for field in ("kind", "shape", "dtype", "requires_grad", "persistent", "tie"):
             if getattr(slot, field) != getattr(other, field):

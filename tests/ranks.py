@@ -274,9 +274,7 @@ def _set_environment(rank: int, world_size: int, port: int) -> None:
     )
 
 
-def _serve(
-    connection: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str
-) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
     """The life of a worker: joins the group, then answers calls until it is told to stop or its parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the tests, however they end

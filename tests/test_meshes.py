@@ -377,3 +377,53 @@ def test_fsdp_over_tensor_parallel(ranks4: Ranks, tmp_path: Path, shape: tuple[i
     assert [(way, rank, told[way][0]) for way in FROM_FILES for rank, told in enumerate(ranks) if told[way][0]] == []
     for way in FROM_FILES:  # each dp group loads for itself
         assert read_by_all(ranks[0][way][1]) <= nbytes, way
+
+
+# Hosts: ranks say that they are on other hosts than they are, and that they do not see files that they do.
+
+
+def _on_hosts(folder: str, hosts: list[str], seeing: list[int], load: dict[str, Any]) -> tuple[list[str], Any]:
+    from metashard import run, strategy
+
+    rank = dist.get_rank()
+    name, sees = run.socket.gethostname, strategy._sees
+    run.socket.gethostname = lambda: hosts[rank]
+    strategy._sees = lambda *args: rank in seeing and sees(*args)
+    try:
+        module, report = metashard.load_component(
+            folder, mesh=cpu_mesh(), dtype=BF16, load=metashard.LoadPolicy(**load), output_loading_info=True
+        )
+    finally:
+        run.socket.gethostname, strategy._sees = name, sees
+    case = zoo.CASES["SD3Transformer2DModel"]
+    expected = case.cls.from_pretrained(folder, torch_dtype=BF16)
+    return differences(module, expected) + storage_faults(module), report
+
+
+@pytest.mark.parametrize("transport", ["scatter", "broadcast"])
+@pytest.mark.parametrize(
+    ("hosts", "seeing", "readers"),
+    [
+        (["a", "a", "b", "b"], [0, 2], [0, 2]),
+        (["a", "b", "a", "b"], [0, 3], [0, 3]),  # the reader is not the first rank of its host
+        (["a", "b", "c", "c"], [0, 1, 2], [0, 1, 2]),  # hosts of one rank, too
+        (["a", "a", "b", "b"], [0, 1], [0]),  # a host without the files: rank 0 reads for all
+    ],
+)
+def test_one_rank_a_host_reads_for_its_host(hosts, seeing, readers, transport, ranks4, tmp_path):
+    zoo.CASES["SD3Transformer2DModel"].build().save_pretrained(tmp_path)
+    load = {"transport": transport, "timeout": 60, "staging_bytes": 1 << 17}
+    for found, report in ranks4.run(_on_hosts, str(tmp_path), hosts, seeing, load, timeout=120):
+        assert found == []
+        assert report.strategy == "stream"
+        assert [rank for rank, entry in enumerate(report.ranks) if entry.bytes_read] == readers
+        assert [rank for rank, entry in enumerate(report.ranks) if entry.bytes_sent and rank not in readers] == []
+
+
+@pytest.mark.parametrize("strategy", ["stream", "rank0"])
+@pytest.mark.parametrize("transport", ["scatter", "broadcast"])
+def test_one_bucket_at_a_time_gives_the_same(strategy, transport, ranks2, tmp_path):
+    zoo.CASES["SD3Transformer2DModel"].build().save_pretrained(tmp_path)
+    load = {"strategy": strategy, "transport": transport, "timeout": 60, "staging_bytes": 1 << 16, "overlap": False}
+    for found, _ in ranks2.run(_on_hosts, str(tmp_path), ["a", "a"], [0, 1], load):
+        assert found == []

@@ -51,7 +51,7 @@ SIGNATURES = {
     ),
     "LoadPolicy": (
         "(strategy='auto', transport='scatter', io_threads=4, staging_bytes=67108864, timeout=1800.0, missing='error', "
-        "progress=None, allow_pickle=False)"
+        "progress=None, allow_pickle=False, overlap=True)"
     ),
 }
 

@@ -62,14 +62,14 @@ def fill(
     elif file_targets:
         assert headers is not None
         assert job.folder is not None
-        with _phase(job, "fill"), Files(job.folder, headers, same_folder=True) as files:
+        with _phase(job, "fill"), Files(job.folder, headers, same_folder=job.agreement.leader) as files:
             half = job.policy.staging_bytes // 2  # the buckets have the other half
             reader = Reader(files, threads=job.policy.io_threads, staging_bytes=half)
-            _send(file_targets, FileSource(reader, sources), job)
+            _send(file_targets, FileSource(reader, sources), job, job.crew)
             job.recorder.add(bytes_read=files.bytes_read)
     with _phase(job, "fill"):
         memory = Memory(real, device=job.device, staging_bytes=job.policy.staging_bytes // 2)
-    _send(memory_targets, memory, job)
+    _send(memory_targets, memory, job, job.shard_ranks)
     with _phase(job, "buffers"):
         computed = _computed_on_rank0(module, slots, set(from_files))
         scratch = scratch_for(job)
@@ -84,18 +84,18 @@ def _phase(job: Job, name: str) -> Iterator[None]:
         yield
 
 
-def _send(targets: list[Target], source: Source, job: Job) -> None:
-    """Exchange within the replica that reads; replicated targets are broadcast, whatever the transport.
+def _send(targets: list[Target], source: Source, job: Job, crew: Sequence[int]) -> None:
+    """Exchange within a crew of the replica that reads; replicated targets are broadcast, whatever the transport.
 
     Each exchange has its buffers before it begins and ends by itself: a rank that fails in one leaves nobody waiting in
     the next.
     """
-    mine = source if job.agreement.leader else None
+    mine = source if dist.get_rank() == crew[0] else None
     sharded, replicated = [t for t in targets if not t.replicated], [t for t in targets if t.replicated]
     for part, transport in ((sharded, job.policy.transport), (replicated, "broadcast")):
         if part:
             with _phase(job, "fill"):
-                ready = prepare_exchange(part, job, transport=transport) if job.reads else None
+                ready = prepare_exchange(part, job, crew, transport=transport) if job.reads else None
             with _phase(job, "fill"):
                 if ready is not None:
                     ready.run(mine)

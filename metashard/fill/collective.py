@@ -1,4 +1,4 @@
-"""Rank to rank: buckets of bytes from one rank to the others, in fixed memory.
+"""Rank to rank: buckets of bytes from one rank of a crew to the others, in fixed memory.
 
 [Note: status word]
 A bucket ends with a status word. If the sender fails while it packs, it sends one more bucket that says so and stops;
@@ -9,6 +9,7 @@ that has left, and the agreement at the end of the phase raises the same error e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,36 +43,37 @@ class Source(Protocol):
         """All of `target` has been packed; its source may be freed."""
 
 
-def prepare_exchange(targets: Sequence[Target], job: Job, *, transport: str) -> Exchange:
-    """Get ready to fill `targets` on every rank of the shard group from the group's first rank: plan and memory.
+def prepare_exchange(targets: Sequence[Target], job: Job, crew: Sequence[int], *, transport: str) -> Exchange:
+    """Get ready to fill `targets` on every rank of a crew from the crew's first rank: plan and memory.
 
     In transport "scatter" a rank is sent its own shard, in "broadcast" everything, of which it keeps its shard. The
-    sender's own shards never travel. Two buckets take turns: while one travels, the sender packs the next.
+    sender's own shards never travel. Two buckets take turns: while one travels, the sender packs the next (with
+    `overlap=False` there is one, and nothing happens while it travels).
 
     Memory: half of `staging_bytes` on the sender; in "scatter" a receiver's buckets are smaller by the number of ranks.
 
     Args:
-        targets: The same, in the same order, on every rank of the group.
+        targets: The same, in the same order, on every rank of the crew.
         job: Surroundings of the load.
+        crew: Global ranks out of the shard group, this one among them; the first sends.
         transport: "scatter" or "broadcast".
 
     Returns:
         The exchange; run it once all ranks have theirs.
     """
-    ranks = job.shard_ranks
     scatter = transport == "scatter"
-    rows = max(1, len(ranks) - 1) if scatter else 1
+    rows = max(1, len(crew) - 1) if scatter else 1
     bucket_bytes = max(job.policy.staging_bytes // 4 // rows, 1 << 12)
     if scatter:
-        sizes = [(max(t.box_of(r).numel for r in ranks), t.dtype.itemsize) for t in targets]
+        sizes = [(max(t.box_of(r).numel for r in crew), t.dtype.itemsize) for t in targets]
     else:
         sizes = [(torch.Size(t.shape).numel(), t.dtype.itemsize) for t in targets]
     buckets = fill_buckets(sizes, bucket_bytes)
-    sends, others = ranks[0] == dist.get_rank(), len(ranks) - 1
+    sends, others = crew[0] == dist.get_rank(), len(crew) - 1
     slot = max((bucket.nbytes for bucket in buckets), default=0) + _STATUS_BYTES
     lanes = (others if scatter else min(1, others)) if sends else 1
-    turns = [torch.empty(lanes, slot, dtype=torch.uint8, device=job.device) for _ in range(2)]
-    return Exchange(targets, job, buckets, turns, scatter)
+    turns = [torch.empty(lanes, slot, dtype=torch.uint8, device=job.device) for _ in range(1 + job.policy.overlap)]
+    return Exchange(targets, job, tuple(crew), buckets, turns, scatter)
 
 
 class Exchange(NamedTuple):
@@ -79,6 +81,7 @@ class Exchange(NamedTuple):
 
     targets: Sequence[Target]
     job: Job
+    crew: tuple[int, ...]
     buckets: Sequence[Bucket]
     turns: list[torch.Tensor]
     scatter: bool
@@ -88,24 +91,24 @@ class Exchange(NamedTuple):
         if not self.buckets:
             return
         if source is not None:
-            _Sender(self.targets, source, self.job, scatter=self.scatter).run(self.buckets, self.turns)
+            _Sender(self, source).run(self.buckets, self.turns)
         else:
-            rows = [turn[0] for turn in self.turns]
-            _Receiver(self.targets, self.job, scatter=self.scatter).run(self.buckets, rows)
+            _Receiver(self).run(self.buckets, [turn[0] for turn in self.turns])
 
 
 class _Sender:
-    def __init__(self, targets: Sequence[Target], source: Source, job: Job, *, scatter: bool) -> None:
-        self.targets, self.source, self.job, self.scatter = targets, source, job, scatter
-        self.others = job.shard_ranks[1:]
-        self.boxes = [{rank: target.box_of(rank) for rank in self.others} for target in targets] if scatter else []
+    def __init__(self, exchange: Exchange, source: Source) -> None:
+        self.targets, self.source, self.job = exchange.targets, source, exchange.job
+        self.scatter, self.all = exchange.scatter, len(exchange.crew) == len(exchange.job.shard_ranks)
+        self.others = exchange.crew[1:]
+        self.boxes = [{r: target.box_of(r) for r in self.others} for target in self.targets] if self.scatter else []
         self.error: Exception | None = None
 
     def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
         last = {piece.item: number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
-        travelling: list[list[dist.Work]] = [[], []]
+        travelling: list[list[dist.Work]] = [[] for _ in turns]
         for number, bucket in enumerate(buckets):
-            turn = number % 2
+            turn = number % len(turns)
             for work in travelling[turn]:
                 work.wait()
             status = _OK
@@ -118,7 +121,7 @@ class _Sender:
             travelling[turn] = self._send(turns[turn][:, : bucket.nbytes + _STATUS_BYTES], status)
             if status != _OK:
                 break
-        for work in (*travelling[0], *travelling[1]):
+        for work in chain.from_iterable(travelling):
             work.wait()
         if self.error is not None:
             raise self.error
@@ -153,42 +156,47 @@ class _Sender:
     def _send(self, rows: torch.Tensor, status: int) -> list[dist.Work]:
         group = self.job.shard_group
         rows[:, -_STATUS_BYTES:] = status
-        if not self.scatter:
+        if not self.scatter and self.all:
             broadcasts = [dist.broadcast(row, src=dist.get_rank(), group=group, async_op=True) for row in rows]
             return [work for work in broadcasts if work is not None]
-        sends = [dist.isend(row, dst=rank, group=group) for row, rank in zip(rows, self.others, strict=True)]
+        each = rows if self.scatter else rows.expand(len(self.others), -1)
+        sends = [dist.isend(row, dst=rank, group=group) for row, rank in zip(each, self.others, strict=True)]
         return [work for work in sends if work is not None]
 
 
 class _Receiver:
-    def __init__(self, targets: Sequence[Target], job: Job, *, scatter: bool) -> None:
-        self.targets, self.job, self.scatter = targets, job, scatter
+    def __init__(self, exchange: Exchange) -> None:
+        self.targets, self.job, self.scatter = exchange.targets, exchange.job, exchange.scatter
+        self.src, self.all = exchange.crew[0], len(exchange.crew) == len(exchange.job.shard_ranks)
         self.error: Exception | None = None
 
     def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
         coming = self._receive(turns[0], buckets[0])
         for number, bucket in enumerate(buckets):
-            row = turns[number % 2]
+            row = turns[number % len(turns)]
             if coming is not None:
                 coming.wait()
             if int(row[bucket.nbytes]) != _OK:
                 break  # the sender tells why at the end of the phase
-            if number + 1 < len(buckets):
-                coming = self._receive(turns[(number + 1) % 2], buckets[number + 1])
+            ahead = number + 1 < len(buckets) and len(turns) > 1
+            if ahead:
+                coming = self._receive(turns[(number + 1) % len(turns)], buckets[number + 1])
             if self.error is None:
                 try:
                     self._unpack(bucket, row)
                 except Exception as error:  # noqa: BLE001 - raised when nothing is on its way any more
                     self.error = error
+            if number + 1 < len(buckets) and not ahead:
+                coming = self._receive(row, buckets[number + 1])
         if self.error is not None:
             raise self.error
 
     def _receive(self, row: torch.Tensor, bucket: Bucket) -> dist.Work | None:
         row = row[: bucket.nbytes + _STATUS_BYTES]
-        src, group = self.job.shard_ranks[0], self.job.shard_group
-        if self.scatter:
-            return dist.irecv(row, src=src, group=group)
-        return dist.broadcast(row, src=src, group=group, async_op=True)
+        group = self.job.shard_group
+        if self.scatter or not self.all:
+            return dist.irecv(row, src=self.src, group=group)
+        return dist.broadcast(row, src=self.src, group=group, async_op=True)
 
     def _unpack(self, bucket: Bucket, row: torch.Tensor) -> None:
         placed = 0

@@ -1,4 +1,7 @@
-"""Strategy `stream`: a leader reads the files entry by entry, straight into the buckets that it sends."""
+"""Strategy `stream`: a leader reads the files entry by entry, straight into the buckets that it sends.
+
+The leader is rank 0, or the first rank of each host that sees the files where every host has one (`crew_of`).
+"""
 
 from __future__ import annotations
 

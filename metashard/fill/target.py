@@ -71,6 +71,8 @@ class Job:
         policy: The load's options.
         recorder: Where bytes are counted.
         folder: This rank's folder of the component's files; None if there is none.
+        crew: Ranks of this rank's shard group that get what comes from files through one of them, the first: all of
+            the group, or in `stream` those of one host where every host has a rank that sees the files.
         advance: Called with the number of bytes that came into place, for the progress bar.
     """
 
@@ -80,6 +82,7 @@ class Job:
     policy: LoadPolicy
     recorder: Recorder
     folder: Path | None
+    crew: tuple[int, ...]
     advance: Callable[[int], None]
 
     @property
