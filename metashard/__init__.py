@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metashard.adapters import LoraSpec
+from metashard.dry_run import LoadPlan, plan_load
 from metashard.errors import (
     AdapterError,
     CheckpointError,
@@ -28,6 +29,7 @@ __all__ = [
     "ComponentError",
     "LayoutError",
     "LoadError",
+    "LoadPlan",
     "LoadPolicy",
     "LoadReport",
     "LoraSpec",
@@ -41,6 +43,7 @@ __all__ = [
     "init_context",
     "load_component",
     "load_components",
+    "plan_load",
     "sync_model_dtypes",
     "wrap_model",
 ]

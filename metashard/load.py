@@ -27,7 +27,7 @@ from metashard.mapping import apply_dtypes
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
 from metashard.run import Run
-from metashard.shard import allocate, average_replicated_grads, choose_groups, shard_module
+from metashard.shard import allocate, average_replicated_grads, choose_groups, replicated_names, shard_module
 from metashard.shell import build_shell
 from metashard.strategy import build_dtype, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
@@ -319,7 +319,7 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
         check_shell(module, run.agreement)
         _check_sources(slots, supply.sources)
     with run.phase("shard"):
-        ignored = _replicated(slots, asked)
+        ignored = replicated_names(slots, asked)
         blocks = choose_groups(module, run.shard)
     run.agreement.same(blocks, what="the modules that they wrap", phase="shard")
     with run.phase("shard"):  # from here on the caller's module is changed
@@ -357,13 +357,6 @@ def _asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
             key=unknown[0],
         )
     return names
-
-
-def _replicated(slots: list[Slot], asked: set[str]) -> set[str]:
-    """FQNs of all parameters that stay replicated: those asked for, 0-d ones (FSDP cannot shard them), ties."""
-    parameters = [slot for slot in slots if slot.kind == "parameter"]
-    ties = {slot.tie for slot in parameters if slot.fqn in asked or not slot.shape}
-    return {slot.fqn for slot in parameters if slot.tie in ties}
 
 
 def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from metashard import _compat
 from metashard.agree import mesh_ranks, new_group
 from metashard.errors import ShardError
-from metashard.layout import named_slots, set_tensor
+from metashard.layout import Slot, named_slots, set_tensor
 from metashard.plan import Box, Sharding, whole
 from metashard.policy import ShardPolicy, WrapRule
 
@@ -136,10 +136,10 @@ def _repeated(module: nn.Module) -> list[str]:
                 candidates[f"{name}.{key}" if name else key] = child
     count = Counter(type(child) for child in candidates.values())
     blocks = {name for name, child in candidates.items() if count[type(child)] >= 2}
-    return [name for name in candidates if name in blocks and not _group_of(name.rpartition(".")[0], blocks)]
+    return [name for name in candidates if name in blocks and not group_of(name.rpartition(".")[0], blocks)]
 
 
-def _group_of(name: str, chosen: set[str]) -> str:
+def group_of(name: str, chosen: set[str]) -> str:
     """The nearest chosen ancestor of a module name, or "" for the root's group."""
     while name and name not in chosen:
         name = name.rpartition(".")[0]
@@ -154,7 +154,7 @@ def _without_ties_across(module: nn.Module, chosen: list[str]) -> set[str]:
         if slot.kind == "parameter":
             owners[slot.tie].append(slot.fqn.rpartition(".")[0])
     shared = [names for names in owners.values() if len(names) > 1]
-    while conflict := next((g for g in ({_group_of(n, kept) for n in names} for names in shared) if len(g) > 1), None):
+    while conflict := next((g for g in ({group_of(n, kept) for n in names} for names in shared) if len(g) > 1), None):
         kept -= {max(conflict, key=lambda name: (name.count("."), name))}
     return kept
 
@@ -173,6 +173,13 @@ def choose_groups(module: nn.Module, policy: ShardPolicy) -> list[str]:
             key=already[0],
         )
     return find_blocks(module, policy.wrap)
+
+
+def replicated_names(slots: Iterable[Slot], asked: set[str]) -> set[str]:
+    """FQNs of all parameters that stay replicated: those asked for, 0-d ones (FSDP cannot shard them), ties."""
+    parameters = [slot for slot in slots if slot.kind == "parameter"]
+    ties = {slot.tie for slot in parameters if slot.fqn in asked or not slot.shape}
+    return {slot.fqn for slot in parameters if slot.tie in ties}
 
 
 def shard_module(
@@ -244,7 +251,7 @@ def _dtype_groups(
     """
     bytes_of: dict[tuple[str, bool], Counter[torch.dtype]] = defaultdict(Counter)
     kept = {fqn: p for fqn, p in parameters.items() if fqn not in ignored}
-    owner = {fqn: (_group_of(fqn.rpartition(".")[0], blocks), fqn in pinned) for fqn in kept}
+    owner = {fqn: (group_of(fqn.rpartition(".")[0], blocks), fqn in pinned) for fqn in kept}
     for fqn, parameter in kept.items():
         if parameter.requires_grad:
             bytes_of[owner[fqn]][parameter.dtype] += parameter.nbytes

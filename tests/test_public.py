@@ -15,6 +15,7 @@ NAMES = [
     "ComponentError",
     "LayoutError",
     "LoadError",
+    "LoadPlan",
     "LoadPolicy",
     "LoadReport",
     "LoraSpec",
@@ -28,6 +29,7 @@ NAMES = [
     "init_context",
     "load_component",
     "load_components",
+    "plan_load",
     "sync_model_dtypes",
     "wrap_model",
 ]
@@ -36,6 +38,10 @@ SIGNATURES = {
     "load_component": (
         "(checkpoint, component=None, *, mesh, dtype=None, lora=None, prepare=None, shard=ShardPolicy(), "
         "load=LoadPolicy(), variant=None, revision=None, output_loading_info=False)"
+    ),
+    "plan_load": (
+        "(checkpoint, component=None, *, world_size=None, mesh_shape=None, dtype=None, lora=None, shard=ShardPolicy(), "
+        "load=LoadPolicy(), variant=None, device_type='cpu')"
     ),
     "load_components": "(checkpoint, names, *, output_loading_info=False, **kwargs)",
     "from_pretrained": "(cls, checkpoint, **kwargs)",

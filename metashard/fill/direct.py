@@ -38,7 +38,7 @@ def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint
         for number, target in enumerate(targets):
             runs: Iterable[tuple[int, int, int]] = target.box.runs()
             if target.replicated:
-                start, stop = _part(number, target, me, len(ranks))
+                start, stop = part_of(number, target.flat.numel(), target.flat.nbytes, me, len(ranks))
                 runs = [(start, start, stop - start)]
             reads += reads_for(entries[target.fqn], runs, target.flat, most=reader.most)
         try:
@@ -56,7 +56,7 @@ def share_replicated(targets: Sequence[Target], job: Job, scratch: torch.Tensor)
         flats = []
         for number, target in enumerate(targets):
             if target.replicated:
-                start, stop = _part(number, target, owner, len(ranks))
+                start, stop = part_of(number, target.flat.numel(), target.flat.nbytes, owner, len(ranks))
                 flats.append(target.flat[start:stop])
         moved = broadcast_in_place(flats, src=src, group=job.shard_group, scratch=scratch)
         if src == dist.get_rank():
@@ -65,9 +65,8 @@ def share_replicated(targets: Sequence[Target], job: Job, scratch: torch.Tensor)
             job.recorder.add(bytes_received=moved)
 
 
-def _part(number: int, target: Target, owner: int, owners: int) -> tuple[int, int]:
-    """Elements of a replicated target that `owner` reads: an equal part of a large one, all or none of a small one."""
-    numel = target.flat.numel()
-    if target.flat.nbytes >= _SPLIT_BYTES:
+def part_of(number: int, numel: int, nbytes: int, owner: int, owners: int) -> tuple[int, int]:
+    """Elements of replicated target `number` that `owner` reads: a part of a large one, all or none of a small one."""
+    if nbytes >= _SPLIT_BYTES:
         return chunk(numel, owner, owners)
     return (0, numel) if number % owners == owner else (0, 0)

@@ -1,0 +1,130 @@
+"""The plan of a load against the report of that load, rank by rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.distributed.tensor import Shard
+
+import metashard
+from tests import zoo
+
+from .parity import cpu_mesh
+
+BYTES = ("bytes_read", "bytes_sent", "bytes_received", "bytes_resident")
+SLACK = 96 << 20  # what Python and the libraries allocate beside the tensors, in a process that has not loaded before
+
+
+def _lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"])
+
+
+def _by_columns(parameter: torch.nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+
+def _real(folder: str, mesh: tuple[int, ...], dtype: torch.dtype, load: dict[str, Any], kind: str) -> Any:
+    _, report = metashard.load_component(
+        folder,
+        mesh=cpu_mesh(*mesh),
+        dtype=dtype,
+        lora=_lora() if kind == "lora" else None,
+        shard=metashard.ShardPolicy(shard_placement_fn=_by_columns if kind == "columns" else None),
+        load=metashard.LoadPolicy(timeout=60, **load),
+        output_loading_info=True,
+    )
+    return report
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, str] = {}
+
+    def save(name: str) -> str:
+        if name not in made:
+            made[name] = str(tmp_path_factory.mktemp(name))
+            zoo.CASES[name].build().save_pretrained(made[name])
+        return made[name]
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "load", "kind"),
+    [
+        ("SD3Transformer2DModel", (2,), {"strategy": "direct"}, "plain"),
+        ("SD3Transformer2DModel", (4,), {"strategy": "direct"}, "lora"),
+        ("SD3Transformer2DModel", (2, 2), {"strategy": "direct"}, "plain"),
+        ("WanTransformer3DModel", (4,), {"strategy": "direct"}, "plain"),
+        ("WanTransformer3DModel", (2, 2), {"strategy": "rank0"}, "plain"),
+        ("QwenImageTransformer2DModel", (2,), {"strategy": "direct"}, "plain"),  # plain attributes
+        ("T5EncoderModel", (2,), {"strategy": "direct"}, "plain"),  # ties
+        ("AutoencoderKL", (2,), {"strategy": "direct"}, "plain"),
+        ("SD3Transformer2DModel", (1,), {"strategy": "direct"}, "plain"),
+        ("SD3Transformer2DModel", (4,), {"strategy": "direct"}, "columns"),
+        ("SD3Transformer2DModel", (4,), {"strategy": "stream"}, "plain"),
+        ("SD3Transformer2DModel", (2,), {"strategy": "stream", "transport": "broadcast"}, "lora"),
+        ("SD3Transformer2DModel", (2,), {"strategy": "rank0"}, "lora"),
+        ("WanTransformer3DModel", (4,), {"strategy": "rank0", "transport": "broadcast"}, "plain"),
+    ],
+)
+def test_a_plan_has_the_bytes_of_the_load(name, mesh, load, kind, folder, ranks_of):
+    world = mesh[0] * (mesh[1] if len(mesh) > 1 else 1)
+    report = ranks_of[world].run(_real, folder(name), mesh, torch.bfloat16, load, kind, timeout=120)[0]
+    plan = metashard.plan_load(
+        folder(name),
+        mesh_shape=mesh,
+        dtype=torch.bfloat16,
+        lora=_lora() if kind == "lora" else None,
+        shard=metashard.ShardPolicy(shard_placement_fn=_by_columns if kind == "columns" else None),
+        load=metashard.LoadPolicy(**load),
+    )
+    assert plan.strategy == report.strategy
+    assert plan.dtype_counts == report.dtype_counts
+    planned = plan.ranks[plan.strategy]
+    for rank, (expected, came) in enumerate(zip(planned, report.ranks, strict=True)):
+        figures = {field: (getattr(expected, field), getattr(came, field)) for field in BYTES}
+        assert all(a == b for a, b in figures.values()), (rank, figures)
+        assert came.peak_host_bytes <= expected.peak_host_bytes + SLACK
+
+
+def test_a_plan_for_4096_ranks_adds_up_and_warns_of_small_reads(folder):
+    plan = metashard.plan_load(folder("FluxTransformer2DModel"), world_size=4096, dtype=torch.bfloat16)
+    ranks = plan.ranks["direct"]
+    assert len(ranks) == 4096
+    assert sum(rank.bytes_read for rank in ranks) == plan.checkpoint_bytes
+    assert any("less than 1 MiB" in text and "100%" in text for text in plan.warnings)
+    assert json.loads(plan.to_json())["mesh_shape"] == [4096]
+
+
+def test_groups_hold_every_sharded_parameter_once(folder):
+    plan = metashard.plan_load(folder("SD3Transformer2DModel"), world_size=2, dtype=torch.bfloat16)
+    model = zoo.CASES["SD3Transformer2DModel"].build()
+    assert sum(group.parameters for group in plan.groups) == len(list(model.parameters()))
+    assert sum(group.all_gather_bytes for group in plan.groups) == 2 * sum(p.numel() for p in model.parameters())
+    assert plan.groups[-1].name == ""
+
+
+def test_seconds_follow_the_bytes(folder):
+    plan = metashard.plan_load(folder("SD3Transformer2DModel"), world_size=4)
+    slow, fast = (plan.seconds(storage_gbps=gbps, network_gbps=1e6) for gbps in (1e-3, 2e-3))
+    assert slow["direct"] == pytest.approx(2 * fast["direct"])
+    assert slow["direct"] == pytest.approx(plan.checkpoint_bytes / 1e6)
+    assert (
+        plan.seconds(storage_gbps=1, network_gbps=1)["rank0"] > plan.seconds(storage_gbps=1, network_gbps=1)["direct"]
+    )
+
+
+def test_a_plan_refuses_what_a_load_refuses(folder, tmp_path):
+    with pytest.raises(metashard.ComponentError, match="no folder"):
+        metashard.plan_load(tmp_path / "absent", world_size=2)
+    with pytest.raises(ValueError, match="either"):
+        metashard.plan_load(folder("SD3Transformer2DModel"))
+    with pytest.raises(ValueError, match="expected"):
+        metashard.plan_load(folder("SD3Transformer2DModel"), mesh_shape=(0,))
+    with pytest.raises(metashard.ComponentError):
+        metashard.plan_load(tmp_path, world_size=2)
