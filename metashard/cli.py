@@ -1,4 +1,4 @@
-"""The command line: ``torchrun -m metashard load PATH --component transformer``."""
+"""The command line: ``torchrun -m metashard load PATH --component transformer``, ``metashard plan PATH ...``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Load a component without an adapter and twice with a new one, and check that its base, its "
         "adapter and its buffers are what they have to be on every rank.",
     )
-    for command in (load, verify):
+    plan = commands.add_parser(
+        "plan",
+        help="tell what a load on any number of ranks would do, in this process alone",
+        description="Read config and headers, no weights, and print bytes, reads and peaks of a rank for every "
+        "strategy, the FSDP groups, and what auto would pick.",
+    )
+    for command in (load, verify, plan):
         command.add_argument("path", help="a pipeline folder, a folder that is one model, or a Hub id")
         command.add_argument("--component", help="component of the pipeline, such as transformer")
         command.add_argument("--strategy", choices=STRATEGIES, default="auto")
@@ -52,16 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--variant", help='weight variant, such as "fp16"')
         command.add_argument("--revision", help="Hub revision")
         command.add_argument("--wrap", nargs="+", help="class names of modules to wrap (default: found in the model)")
-        command.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
     verify.add_argument("--lora", action="store_true", required=True, help="check a load with a new LoRA adapter")
     verify.add_argument("--rank", type=int, default=8, help="rank of the adapter")
     verify.add_argument("--targets", nargs="+", help="names of the modules to adapt (default: attention projections)")
     verify.add_argument("--style", choices=("peft", "inject"), default="peft", help="how the adapter is added")
     verify.add_argument("--seed", type=int, default=0)
+    for command in (load, verify):
+        command.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
+    size = plan.add_mutually_exclusive_group(required=True)
+    size.add_argument("--world-size", type=int, help="number of ranks of plain FSDP")
+    size.add_argument("--mesh", help='mesh for HSDP, such as "2x8": replicas x ranks of a replica')
+    plan.add_argument("--device", default="cuda", help="device type that shards are for (default cuda)")
+    plan.add_argument("--lora-rank", type=int, help="with a new LoRA adapter of this rank on the attention projections")
+    plan.add_argument("--storage-gbps", type=float, help="GB/s of the storage for all ranks together: adds seconds")
+    plan.add_argument("--network-gbps", type=float, help="GB/s that one rank sends or receives: adds seconds")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     load.add_argument("--json", action="store_true", help="print the report as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
     args = parser.parse_args(argv)
-    return _verify(args) if args.command == "verify" else _load(args)
+    return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
 
 
 def _load(args: argparse.Namespace) -> int:
@@ -107,6 +122,43 @@ def _verify(args: argparse.Namespace) -> int:
             for fault in check.faults[:10]:
                 print(f"         {fault}")
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from metashard.dry_run import plan_load
+    from metashard.plan_table import print_plan
+
+    lora = None
+    if args.lora_rank is not None:
+        from peft import LoraConfig
+
+        from metashard.verify_lora import ATTENTION
+
+        lora = LoraConfig(r=args.lora_rank, target_modules=ATTENTION)
+    try:
+        if (args.storage_gbps is None) != (args.network_gbps is None):
+            raise ValueError("Give both --storage-gbps and --network-gbps, or neither.")
+        mesh = [int(size) for size in args.mesh.split("x")] if args.mesh is not None else None
+        plan = plan_load(
+            args.path,
+            args.component,
+            world_size=args.world_size,
+            mesh_shape=mesh,
+            dtype=DTYPES[args.dtype] if args.dtype else None,
+            lora=lora,
+            shard=ShardPolicy(wrap=args.wrap),
+            load=LoadPolicy(strategy=args.strategy, transport=args.transport),
+            variant=args.variant,
+            device_type=args.device,
+        )
+        if args.json:
+            print(plan.to_json())
+        else:
+            print_plan(plan, storage_gbps=args.storage_gbps, network_gbps=args.network_gbps)
+    except (MetaShardError, ValueError) as error:
+        print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _load_and_digest(args: argparse.Namespace, device_type: str):  # type: ignore[no-untyped-def]

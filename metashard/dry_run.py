@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class RankPlan:
         peak_device_bytes: The same of the accelerator; 0 on CPU.
         reads: Number of read calls.
         small_read_bytes: Bytes that are read in calls of less than 1 MiB.
+        network_bytes: Over this rank's link, in the busier direction, if a broadcast passes it once.
     """
 
     bytes_read: int = 0
@@ -59,6 +60,7 @@ class RankPlan:
     peak_device_bytes: int = 0
     reads: int = 0
     small_read_bytes: int = 0
+    network_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class LoadPlan:
         found = {}
         for strategy, ranks in self.ranks.items():
             reading = sum(rank.bytes_read for rank in ranks) / storage_gbps
-            moving = max(max(rank.bytes_sent, rank.bytes_received) for rank in ranks) / network_gbps
+            moving = max(rank.network_bytes for rank in ranks) / network_gbps
             found[strategy] = (reading + moving if strategy == "rank0" else max(reading, moving)) / 1e9
         return found
 
@@ -299,10 +301,6 @@ class _Figures:
         vector[0] = value
         return vector
 
-    def others(self, value: int) -> torch.Tensor:
-        """0 on the first rank, `value` elsewhere."""
-        return value - self.first(value) if self.ranks > 1 else self.first(0)
-
 
 def _reads(figures: _Figures, target: _Target, most: int, rank: int, runs: list[tuple[int, int, int]]) -> None:
     """Count the reads of some runs of a target by one rank, with the engine's own cut into reads."""
@@ -352,7 +350,8 @@ def _direct(targets: list[_Target], shape: tuple[int, ...], load: LoadPolicy) ->
                     sent = (stop - start) * target.size
                     figures.of["bytes_sent"][owner] += sent * (figures.ranks - 1)
                     figures.of["bytes_received"][owner] -= sent
-            figures.add(bytes_received=target.numel * target.size)
+            whole = target.numel * target.size
+            figures.add(bytes_received=whole, network_bytes=whole if figures.ranks > 1 else 0)
         figures.to_replicas += target.counts * target.size
     return figures
 
@@ -387,9 +386,11 @@ def _from_rank0(figures: _Figures, target: _Target, transport: str) -> None:
     whole, ranks = target.numel * target.size, figures.ranks
     held = target.counts * target.size
     if target.dim is not None and transport == "scatter":
-        figures.add(bytes_sent=figures.first(int(held[1:].sum())), bytes_received=held - figures.first(int(held[0])))
+        sent, received = figures.first(int(held[1:].sum())), held - figures.first(int(held[0]))
+        figures.add(bytes_sent=sent, bytes_received=received, network_bytes=sent + received)
     elif ranks > 1:
-        figures.add(bytes_sent=figures.first(whole * (ranks - 1)), bytes_received=figures.others(whole))
+        sent, received = figures.first(whole * (ranks - 1)), whole - figures.first(whole)
+        figures.add(bytes_sent=sent, bytes_received=received, network_bytes=whole)
     figures.to_replicas += held
 
 
@@ -413,12 +414,13 @@ def _add_peaks(
     if len(shape) == 1:
         return tuple(replica)
     sent = figures.to_replicas.tolist()
+    others = shape[0] - 1
     first = [
-        RankPlan(**{**asdict(plan), "bytes_sent": plan.bytes_sent + sent[rank] * (shape[0] - 1)})
-        for rank, plan in enumerate(replica)
+        replace(plan, bytes_sent=plan.bytes_sent + n * others, network_bytes=plan.network_bytes + n * (others > 0))
+        for plan, n in zip(replica, sent, strict=True)
     ]
     plain = _add_peaks("replica", _Figures(shape[-1]), targets, shape[1:], load, device)
-    rest = [RankPlan(**{**asdict(plan), "bytes_received": sent[rank]}) for rank, plan in enumerate(plain)]
+    rest = [replace(plan, bytes_received=n, network_bytes=n) for plan, n in zip(plain, sent, strict=True)]
     return tuple(first + rest * (shape[0] - 1))
 
 

@@ -91,7 +91,7 @@ class LoadReport:
         lines.append("  rank       read       sent   received   resident  peak host  peak device")
         for rank, entry in enumerate(self.ranks):
             figures = (getattr(entry, name) for name in RankReport.__dataclass_fields__)
-            lines.append(f"  {rank:<4} " + " ".join(f"{_size(value):>10}" for value in figures))
+            lines.append(f"  {rank:<4} " + " ".join(f"{size_text(value):>10}" for value in figures))
         lines.append("  dtypes      " + ", ".join(f"{count} {name}" for name, count in self.dtype_counts.items()))
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
@@ -99,7 +99,7 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from torch.distributed.tensor import Shard
 
 import metashard
+from metashard.cli import main
 from tests import zoo
 
 from .parity import cpu_mesh
@@ -128,3 +129,21 @@ def test_a_plan_refuses_what_a_load_refuses(folder, tmp_path):
         metashard.plan_load(folder("SD3Transformer2DModel"), mesh_shape=(0,))
     with pytest.raises(metashard.ComponentError):
         metashard.plan_load(tmp_path, world_size=2)
+
+
+def test_the_command_prints_tables_or_json(folder, capsys):
+    args = ["plan", folder("SD3Transformer2DModel"), "--dtype", "bf16"]
+    assert main([*args, "--world-size", "8", "--lora-rank", "4", "--storage-gbps", "5", "--network-gbps", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "auto takes direct" in text
+    assert all(word in text for word in ("stream", "rank0", "seconds to move", "FSDP groups"))
+    assert main([*args, "--mesh", "2x4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ranks"]["direct"]) == 8
+
+
+def test_the_command_says_in_one_line_what_is_wrong(folder, tmp_path, capsys):
+    good = folder("SD3Transformer2DModel")
+    for args in ([str(tmp_path)], [good, "--storage-gbps", "5"], [good, "--lora-rank", "0"]):
+        assert main(["plan", *args, "--world-size", "2"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert main(["plan", good, "--mesh", "2xmany"]) == 2
