@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metashard.adapters import LoraSpec
-from metashard.dry_run import LoadPlan, plan_load
+from metashard.dry_run import plan_load
 from metashard.errors import (
     AdapterError,
     CheckpointError,
@@ -15,6 +15,7 @@ from metashard.errors import (
 )
 from metashard.layout import sync_model_dtypes
 from metashard.load import load_component, load_components, wrap_model
+from metashard.load_plan import LoadPlan
 from metashard.lora import add_lora
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from metashard.dry_run import LoadPlan
+from metashard.load_plan import LoadPlan
 from metashard.report import size_text
 
 _FIGURES = {
