@@ -26,7 +26,7 @@ from metashard.fill.direct import part_of
 from metashard.fill.reader import READ_BYTES, reads_for
 from metashard.layout import Slot, named_slots
 from metashard.load_plan import GroupPlan, LoadPlan, RankPlan
-from metashard.mapping import apply_dtypes
+from metashard.mapping import apply_dtypes, entries_by_identity
 from metashard.plan import Sharding
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.shard import choose_groups, group_of, pinned_names, replicated_names
@@ -87,11 +87,7 @@ def plan_load(
         mapping = map_or_refuse(module, found, headers, load)
         pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
         apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
-        entries = {
-            id(tensor): mapping.sources[slot.tie]
-            for slot, tensor in named_slots(module, attributes=False)
-            if slot.persistent and slot.tie in mapping.sources
-        }
+        entries = entries_by_identity(module, mapping)
         obstacle = mapping.reason
         if lora is not None:
             from metashard.lora import inject, needs_base_weights

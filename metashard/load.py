@@ -23,7 +23,7 @@ from metashard.fill.target import Job
 from metashard.hub import fetch
 from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
-from metashard.mapping import apply_dtypes
+from metashard.mapping import apply_dtypes, entries_by_identity
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
 from metashard.run import Run
@@ -102,7 +102,7 @@ def load_component(
                 built_under = build_dtype(found, headers, dtype)
                 pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
                 apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
-                entries = _by_identity(module, mapping)
+                entries = entries_by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module, attributes=False)]  # `entries` goes by their identities
         with run.phase("prepare"):
             module = _prepared(module, prepare, mapping, from_files=strategy != "rank0")
@@ -211,15 +211,6 @@ def _read_headers(run: Run, found: Component) -> Checkpoint | None:
         return None
     made: Checkpoint = run.on_leader("headers", lambda: read_checkpoint(found.folder, found.files, found.weight_map))
     return made
-
-
-def _by_identity(module: nn.Module, mapping: EntryMapping) -> dict[int, Entry]:
-    """id of a tensor -> its entry: hooks and adapters may rename what they keep, and replace what they want anew."""
-    return {
-        id(tensor): mapping.sources[slot.tie]
-        for slot, tensor in named_slots(module, attributes=False)
-        if slot.persistent and slot.tie in mapping.sources
-    }
 
 
 def _as_dtype(dtype: Any) -> torch.dtype | None:

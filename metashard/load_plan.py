@@ -5,29 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from metashard.report import RankReport
+
 
 @dataclass(frozen=True)
-class RankPlan:
-    """What one rank will do; bytes, but for `reads`. The names are those of `RankReport`.
+class RankPlan(RankReport):
+    """What one rank will do: the figures of a `RankReport`, the peaks as upper bounds, and three more.
 
     Args:
-        bytes_read: From weight files (in `rank0`: the weight bytes that the library reads).
-        bytes_sent: To other ranks, counted once a receiver.
-        bytes_received: From other ranks.
-        bytes_resident: Shards, replicated parameters and buffers at the end.
-        peak_host_bytes: Upper bound of the anonymous host memory above its value at the start.
-        peak_device_bytes: The same of the accelerator; 0 on CPU.
         reads: Number of read calls.
         small_read_bytes: Bytes that are read in calls of less than 1 MiB.
         network_bytes: Over this rank's link, in the busier direction, if a broadcast passes it once.
     """
 
-    bytes_read: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_resident: int = 0
-    peak_host_bytes: int = 0
-    peak_device_bytes: int = 0
     reads: int = 0
     small_read_bytes: int = 0
     network_bytes: int = 0

@@ -74,6 +74,15 @@ def map_entries(module: nn.Module, checkpoint: Checkpoint, *, library: str) -> M
     return Mapping(by_tie, tuple(missing), tuple(unexpected), reason)
 
 
+def entries_by_identity(module: nn.Module, mapping: Mapping) -> dict[int, Entry]:
+    """id of a tensor -> its entry: hooks and adapters may rename what they keep, and replace what they want anew."""
+    return {
+        id(tensor): mapping.sources[slot.tie]
+        for slot, tensor in named_slots(module, attributes=False)
+        if slot.persistent and slot.tie in mapping.sources
+    }
+
+
 def missing_error(missing: Iterable[str], component: str, *, phase: str) -> CheckpointError:
     """The error for weights that a checkpoint lacks."""
     names = sorted(missing)
