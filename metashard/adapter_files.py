@@ -20,6 +20,7 @@ from metashard.adapters import Added, LoraSpec, add_module, config_of
 from metashard.errors import AdapterError
 
 PEFT_CONFIG = "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 # What pipelines put before the keys of each of their components.
 _PREFIXES = ("transformer", "unet", "prior", "text_encoder", "text_encoder_2", "controlnet")
@@ -80,6 +81,7 @@ def _add_peft(module: nn.Module, spec: LoraSpec, path: Path) -> tuple[nn.Module,
     config = PeftConfig.from_pretrained(str(path))
     check_kind(config)
     config.inference_mode = not spec.trainable
+    _check_peft_file(path)  # else peft takes a pickle, or asks the hub for a folder of this name
     weights = load_peft_weights(str(path), device="cpu")
     base = config.base_model_name_or_path
     try:
@@ -171,6 +173,25 @@ def _existing(source: str | Path) -> Path:
 
 def _is_peft(path: Path) -> bool:
     return (path / PEFT_CONFIG).exists()
+
+
+def _check_peft_file(path: Path) -> None:
+    file = path / PEFT_FILE
+    if not file.exists():
+        pickled = (path / "adapter_model.bin").exists()
+        hint = (
+            "Its weights are pickled (adapter_model.bin), which can run code when they are loaded: convert them with "
+            "torch.load(..., weights_only=True) and safetensors.torch.save_file."
+            if pickled
+            else "Fetch the folder again."
+        )
+        raise AdapterError(
+            f"{path} has no {PEFT_FILE}. {hint}",
+            phase="adapters",
+            file=str(file),
+            expected=PEFT_FILE,
+            got="adapter_model.bin" if pickled else "not there",
+        )
 
 
 def is_diffusers(source: str | Path) -> bool:

@@ -50,7 +50,9 @@ class MetaShardError(Exception):
     def __str__(self) -> str:
         pairs = (("file", self.file), ("rank", self.rank), ("phase", self.phase))
         where = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
-        return f"{self.message} ({where})" if where else self.message
+        text = f"{self.message} ({where})" if where else self.message
+        # A name from a file, or of one, may hold what no log can be written in (halves of characters).
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, dict(self.__dict__)))

@@ -7,8 +7,10 @@ import glob
 import re
 from pathlib import Path
 
-from metashard.component import CONFIG, PIPELINE_INDEX, choose_files, identify, name_parts, read_index, resolve_error
+from metashard.component import PIPELINE_INDEX, identify, name_parts
 from metashard.errors import ComponentError, LoadError
+from metashard.files import resolve_error
+from metashard.weight_files import CONFIG, choose_files, read_index
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 

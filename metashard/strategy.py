@@ -14,10 +14,12 @@ from metashard import _compat
 from metashard.checkpoint import Checkpoint
 from metashard.component import Component
 from metashard.errors import ComponentError, LayoutError
+from metashard.files import resolve_error, short
 from metashard.layout import named_slots, set_tensor
 from metashard.mapping import Mapping, map_entries, missing_error
 from metashard.policy import LoadPolicy
 from metashard.run import Run
+from metashard.weight_files import CONFIG
 
 
 def build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -26,7 +28,11 @@ def build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype
         return dtype
     named = found.config.get("dtype") or found.config.get("torch_dtype")
     if named is not None:
-        return getattr(torch, str(named).removeprefix("torch."))
+        made = getattr(torch, str(named).removeprefix("torch."), None)
+        if not isinstance(made, torch.dtype):
+            text = f"config.json says dtype {short(named)}, which torch does not have"
+            raise resolve_error(text, file=found.folder / CONFIG, expected="such as bfloat16", got=short(named))
+        return made
     floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
     return next(floating, None)
 

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from metashard.checkpoint import Entry, check_file_name, read_checkpoint
+from metashard.checkpoint import Entry, read_checkpoint, read_header
 from metashard.errors import CheckpointError
+from metashard.files import check_file_name
 
 FILE = "model.safetensors"
 
@@ -59,6 +60,26 @@ DAMAGED: dict[str, tuple[bytes, str, str | None]] = {
     "a number of many digits": (pack(b'{"a":' + b"9" * 10_000 + b"}"), "not JSON", None),
     "a list": (pack([1]), "not a JSON object", None),
     "null": (pack(None), "not a JSON object", None),
+    "nested deeper than any header": (pack(b'{"a":%s0%s}' % (b"[" * 64, b"]" * 64)), "nested too deeply", None),
+    "deep inside an unterminated string": (pack(b'{"a":"' + b'\\"[' * 100_000), "not JSON", None),
+    "NaN in what nobody reads": (
+        pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"note":NaN}}', bytes(8)),
+        "no JSON number",
+        None,
+    ),
+    "a number beyond a double": (
+        pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"note":-1e999}}', bytes(8)),
+        "no JSON number",
+        None,
+    ),
+    "minus nothing": (pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "no JSON number", None),
+    "lone surrogate in metadata": (pack(b'{"__metadata__":{"a":"\\udfff"}}'), "not valid UTF-8", None),
+    "lone surrogate in what nobody reads": (
+        pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"\\ud800":1}}', bytes(8)),
+        "not valid UTF-8",
+        None,
+    ),
+    "control characters in a name": (pack({"a\x1b[2J\n": item("X")}, bytes(8)), "a\\x1b[2J\\n: dtype", "a\\x1b[2J\\n"),
     "duplicate key": (
         pack(b'{"a":%s,"a":%s}' % (json.dumps(item()).encode(), json.dumps(item(offsets=[8, 16])).encode()), bytes(16)),
         "given twice",
@@ -100,7 +121,7 @@ DAMAGED: dict[str, tuple[bytes, str, str | None]] = {
     "offsets of one": (pack({"a": item(offsets=[8])}, bytes(8)), "not a byte range", "a"),
     "offsets of three": (pack({"a": item(offsets=[0, 4, 8])}, bytes(8)), "not a byte range", "a"),
     "offset negative": (pack({"a": item(offsets=[-8, 0])}, bytes(8)), "not a byte range", "a"),
-    "offset infinite": (pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,1e999]}}'), "not a byte range", "a"),
+    "offset infinite": (pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,1e999]}}'), "no JSON number", None),
     "out of range": (pack({"a": item(shape=[4], offsets=[0, 16])}, bytes(8)), "truncated", None),
     "far out of range": (pack({"a": item(shape=[HUGE], dtype="U8", offsets=[0, HUGE])}), "truncated", None),
     "overlap": (pack({"a": item(), "b": item(offsets=[4, 12])}, bytes(12)), "overlaps", "b"),
@@ -236,8 +257,36 @@ def test_header_only_is_read(tmp_path: Path, monkeypatch: Any) -> None:
     assert read(tmp_path).nbytes == size
 
 
+def test_a_file_that_no_path_can_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not accessible"):
+        read_header(tmp_path / "a\0b", name="x")
+
+
+def test_every_error_can_be_printed(tmp_path: Path) -> None:
+    """An index may promise keys that no file can hold and no log can show."""
+    save_file({"a": torch.zeros(1)}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match="does not hold it") as caught:
+        read(tmp_path, [FILE], {"\ud800": FILE})
+    assert str(caught.value).encode("utf-8")
+    assert str(CheckpointError("m", file="\udcff")).encode("utf-8").endswith(b"\\udcff)")
+
+
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/x", "a/b.safetensors", "..", ".", "", "a\\b", "C:x", "x\0y", "a/../../x"]
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/x",
+        "a/b.safetensors",
+        "..",
+        ".",
+        "",
+        "a\\b",
+        "C:x",
+        "x\0y",
+        "a/../../x",
+        "\ud800",
+        "x" * 256,
+    ],
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="not a plain file name"):

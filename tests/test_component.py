@@ -140,6 +140,30 @@ class TestWhichComponent:
         with pytest.raises(ComponentError, match="not a name inside the folder"):
             resolve_component(pipeline, name)
 
+    @pytest.mark.parametrize("name", ["x" * 300, "\ud800", "a\0b", "a\x1bb", "../../etc", "/etc"])
+    def test_odd_names_in_the_pipeline_index_are_told_and_not_followed(self, pipeline: Path, name: str) -> None:
+        write(pipeline / "model_index.json", {**PIPELINE, name: ["diffusers", "SomeScheduler"], "x": [name, name]})
+        assert resolve_component(pipeline, "transformer").name == "transformer"
+        for asked in ("unet", "x"):
+            with pytest.raises(ComponentError) as caught:
+                resolve_component(pipeline, asked)
+            assert str(caught.value).encode("utf-8")
+            assert str(caught.value).isprintable()
+            assert len(str(caught.value)) < 1500
+
+    def test_a_name_longer_than_any_folders(self, pipeline: Path) -> None:
+        (pipeline / "model_index.json").unlink()
+        with pytest.raises(ComponentError, match="no folder"):
+            resolve_component(pipeline, "x" * 300)
+
+    def test_a_file_name_that_is_not_utf8_beside_the_weights(self, tmp_path: Path, caplog: Any) -> None:
+        model(tmp_path, VAE, f"{D}.safetensors")
+        (tmp_path / os.fsdecode(b"\xff.safetensors")).write_bytes(b"")
+        with caplog.at_level(logging.WARNING):
+            assert resolve_component(tmp_path).files == (f"{D}.safetensors",)
+        assert "udcff.safetensors" in caplog.text
+        assert caplog.text.encode("utf-8")
+
     def test_a_folder_that_is_one_model(self, tmp_path: Path) -> None:
         found = resolve_component(model(tmp_path / "m", VAE, f"{D}.safetensors"))
         assert (found.name, found.library, found.class_name) == (None, "diffusers", "AutoencoderKL")
@@ -421,6 +445,10 @@ class TestIndex:
             ({"weight_map": {"a": ".."}}, "not a plain file name"),
             ({"weight_map": {"a": ""}}, "not a plain file name"),
             ({"weight_map": {"a": "x\u0000y"}}, "not a plain file name"),
+            ({"weight_map": {"a": "\ud800.safetensors"}}, "not a plain file name"),
+            ({"weight_map": {"a": "x" * 300}}, "not a plain file name"),
+            ({"metadata": [[]] * 9, "weight_map": {"a": [[]]}}, "no `weight_map`"),
+            ('{"weight_map": {"a": ' + "[" * 70 + "]" * 70 + "}}", "nested too deeply"),
         ],
     )
     def test_what_is_no_index(self, tmp_path: Path, content: Any, message: str) -> None:
@@ -465,6 +493,30 @@ class TestLinks:
         assert resolve_component(pipeline, "transformer_2").files
         (tmp_path / "link").symlink_to(pipeline)
         assert resolve_component(tmp_path / "link", "transformer").files
+
+    @pytest.mark.parametrize("within", ["ab", "cd", ""])
+    def test_the_store_that_all_repositories_of_a_hub_cache_share(self, tmp_path: Path, within: str) -> None:
+        """huggingface_hub 2 can keep a blob at `blobs/ab/ab1...` of the cache; nothing else there counts."""
+        source = model(tmp_path / "source", VAE, f"{D}.safetensors")
+        snapshot = hub_cache(tmp_path / "hub", source)
+        blob = Path(os.path.realpath(snapshot / f"{D}.safetensors"))
+        stored = tmp_path / "hub" / "blobs" / within / ("ab" * 32)
+        stored.parent.mkdir(parents=True)
+        shutil.move(blob, stored)
+        blob.symlink_to(os.path.relpath(stored, blob.parent))
+        if within == "ab":
+            assert resolve_component(snapshot).files == (f"{D}.safetensors",)
+        else:
+            with pytest.raises(CheckpointError, match="leads out of the folder"):
+                resolve_component(snapshot)
+
+    def test_a_snapshot_that_leads_out_of_its_cache_is_refused(self, tmp_path: Path) -> None:
+        snapshot = hub_cache(tmp_path / "hub", model(tmp_path / "source", VAE, f"{D}.safetensors"))
+        other = hub_cache(tmp_path / "hub", model(tmp_path / "more", VAE, f"{D}.safetensors"), "org/other")
+        (snapshot / f"{D}.safetensors").unlink()
+        (snapshot / f"{D}.safetensors").symlink_to(other / f"{D}.safetensors")
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            resolve_component(snapshot)
 
     def test_another_blobs_folder_is_not_the_hubs(self, tmp_path: Path) -> None:
         weights(tmp_path / "blobs" / "w")
