@@ -259,7 +259,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind")
     parser.add_argument("--only", nargs="+", choices=WEIGHT, default=list(WEIGHT), help="kinds of cases (default: all)")
     args = parser.parse_args(argv)
-    logging.getLogger("metashard").setLevel(logging.ERROR)  # spoilt folders are warned of by the thousand
     tally = Tally()
     share = {kind: 60 * args.minutes * WEIGHT[kind] / sum(WEIGHT[k] for k in args.only) for kind in args.only}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch, ExitStack() as stack:
@@ -286,4 +285,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     from tools import fuzz
 
+    logging.getLogger("metashard").setLevel(logging.ERROR)  # spoilt folders are warned of by the thousand
     sys.exit(fuzz.main())
