@@ -19,7 +19,7 @@ def test_memory_threads_files_and_groups_do_not_grow(ranks2: Ranks, tmp_path: Pa
     """Also where the caller makes a mesh for every load."""
     save_component(tmp_path)
     strategies = ["direct", "rank0"]
-    for told in ranks2.run(soak, str(tmp_path), strategies, 8, fresh_mesh=True, timeout=240):
+    for told in ranks2.run(soak, str(tmp_path), strategies, 8, timeout=240):
         assert {strategy: held.grew for strategy, held in told.items()} == {strategy: [] for strategy in strategies}
 
 

@@ -86,16 +86,13 @@ def growth(held: list[Held]) -> Held:
     return Held(*(int(median(column[-quarter:]) - median(column[:quarter])) for column in columns))
 
 
-def soak(
-    folder: str, strategies: list[str], loads: int, *, fresh_mesh: bool, every: int = 0, seconds: float = 60.0
-) -> dict[str, Held]:
-    """Load and free a component `loads` times by each strategy, in turns; call it on every rank.
+def soak(folder: str, strategies: list[str], loads: int, *, every: int = 0, seconds: float = 60.0) -> dict[str, Held]:
+    """Load and free a component `loads` times by each strategy in turns, on a new mesh each; call it on every rank.
 
     Args:
         folder: The component.
         strategies: Strategies of `LoadPolicy`.
         loads: Loads by each, after the warm-up.
-        fresh_mesh: Make a mesh anew for every load, as a caller may who keeps none.
         every: Print a line on rank 0 every so many loads; 0 for none.
         seconds: Timeout of a phase of a load.
 
@@ -103,18 +100,17 @@ def soak(
         Strategy -> growth on this rank.
     """
     held: dict[str, list[Held]] = {strategy: [] for strategy in strategies}
-    mesh = None
     gc.collect()
     gc.freeze()  # what was imported is not looked through again after every load
     for number in range(WARM_UP + loads):
         for strategy in strategies:
-            if mesh is None or fresh_mesh:
-                mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
             policy = metashard.LoadPolicy(strategy=strategy, progress=False, timeout=seconds)
             metashard.load_component(folder, mesh=mesh, dtype=torch.bfloat16, load=policy)
             held[strategy].append(Held.now())
         if every and (number + 1) % every == 0 and dist.get_rank() == 0:
             print(f"{number + 1:5} loads each: {held[strategies[0]][-1]}", flush=True)
+    gc.unfreeze()
     return {strategy: growth(values[WARM_UP:]) for strategy, values in held.items()}
 
 
@@ -131,17 +127,16 @@ def _rank(rank: int, args: argparse.Namespace, folder: str, store: str) -> None:
     files = dist.FileStore(store, args.nproc)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=args.nproc, timeout=timedelta(minutes=5))
     start = time.perf_counter()
-    mine = soak(folder, args.strategies, args.loads, fresh_mesh=args.fresh_mesh, every=args.every)
+    mine = soak(folder, args.strategies, args.loads, every=args.every)
     everyone: list[Any] = [None] * args.nproc
     dist.all_gather_object(everyone, mine)
     grown = [held for ranks in everyone for held in ranks.values()]
     most = Held(*map(max, zip(*map(astuple, grown), strict=True)))
     if rank == 0:
-        how = " with a new mesh each" if args.fresh_mesh else ""
         print(
-            f"soak: {args.loads} loads each of {', '.join(args.strategies)} on {args.nproc} ranks{how} in "
+            f"soak: {args.loads} loads each of {', '.join(args.strategies)} on {args.nproc} ranks in "
             f"{time.perf_counter() - start:.0f} s; most growth of a rank: memory {most.memory / 2**20:+.2f} MiB, "
-            f"threads {most.threads:+d}, files {most.files:+d}, process groups {most.groups:+d} (made {most.groups_made:+d}): "
+            f"threads {most.threads:+d}, files {most.files:+d}, process groups {most.groups:+d}: "
             + (f"GREW: {', '.join(most.grew)}" if most.grew else "ok")
         )
     dist.destroy_process_group()
@@ -154,7 +149,6 @@ def main() -> int:
     parser.add_argument("--loads", type=int, default=200, help="loads by each strategy (default 200)")
     parser.add_argument("--strategies", nargs="+", default=["direct", "rank0", "stream"])
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--fresh-mesh", action="store_true", help="make a new mesh for every load")
     parser.add_argument("--every", type=int, default=50, help="print a line every so many loads (default 50)")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
