@@ -82,7 +82,8 @@ class Comparison:
 
     def __str__(self) -> str:
         others = f", {self.between_ranks} from rank to rank" if self.between_ranks else ""
-        return f"{self.tensors} tensors, {size_text(self.nbytes)} with the files{others}: {len(self.mismatches)} mismatches"
+        size = size_text(self.nbytes)
+        return f"{self.tensors} tensors, {size} with the files{others}: {len(self.mismatches)} mismatches"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def growth(held: list[Held]) -> Held:
     return Held(*(int(median(column[-quarter:]) - median(column[:quarter])) for column in columns))
 
 
-def soak(folder: str, strategies: list[str], loads: int, *, every: int = 0, seconds: float = 60.0) -> dict[str, Held]:
+def soak(folder: str, strategies: list[str], loads: int, *, every: int = 0, seconds: float = 600.0) -> dict[str, Held]:
     """Load and free a component `loads` times by each strategy in turns, on a new mesh each; call it on every rank.
 
     Args:
