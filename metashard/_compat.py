@@ -21,6 +21,9 @@ from torch.distributed import distributed_c10d
 # type of a public argument of `fully_shard`, but not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
+# Which part of a DTensor a rank holds: a second opinion beside our own plan, for `verify="full"`.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
 # FSDP over tensor parallel gives this placement; it is needed to read the layout of such a parameter.
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -30,6 +33,7 @@ __all__ = [
     "ShardPlacementResult",
     "_StridedShard",
     "apply_to_tensors",
+    "compute_local_shape_and_global_offset",
     "default_dtype",
     "diffusers_fixed_keys",
     "ignored_by",

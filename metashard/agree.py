@@ -174,8 +174,10 @@ def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
+    for stale in [key for key, (of, _) in _groups.items() if of is not world]:
+        del _groups[stale]  # of a process group that was destroyed
     key = (id(world), ranks, timeout)
-    if key not in _groups or _groups[key][0] is not world:
+    if key not in _groups:
         try:
             group = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
         except RuntimeError as error:

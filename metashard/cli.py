@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from metashard.errors import MetaShardError
 from metashard.load import load_component
 from metashard.policy import STRATEGIES, TRANSPORTS, LoadPolicy, ShardPolicy
+from metashard.report import Comparison, LoadReport, Mismatch
 from metashard.verify import digest_shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify = commands.add_parser(
         "verify",
         help="check what a load promises on all ranks of torchrun (or in one process)",
-        description="Load a component without an adapter and twice with a new one, and check that its base, its "
-        "adapter and its buffers are what they have to be on every rank.",
+        description="Load a component, read its files again and compare them with every rank's shards, tensor by "
+        "tensor; what no file holds is compared from rank to rank. With --lora: load it without an adapter and twice "
+        "with a new one, and check that its base, its adapter and its buffers are what they have to be on every rank.",
     )
     plan = commands.add_parser(
         "plan",
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--variant", help='weight variant, such as "fp16"')
         command.add_argument("--revision", help="Hub revision")
         command.add_argument("--wrap", nargs="+", help="class names of modules to wrap (default: found in the model)")
-    verify.add_argument("--lora", action="store_true", required=True, help="check a load with a new LoRA adapter")
+    verify.add_argument("--lora", action="store_true", help="check a load with a new LoRA adapter instead")
     verify.add_argument("--rank", type=int, default=8, help="rank of the adapter")
     verify.add_argument("--targets", nargs="+", help="names of the modules to adapt (default: attention projections)")
     verify.add_argument("--style", choices=("peft", "inject"), default="peft", help="how the adapter is added")
@@ -72,10 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--lora-rank", type=int, help="with a new LoRA adapter of this rank on the attention projections")
     plan.add_argument("--storage-gbps", type=float, help="GB/s of the storage for all ranks together: adds seconds")
     plan.add_argument("--network-gbps", type=float, help="GB/s that one rank sends or receives: adds seconds")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    load.add_argument("--json", action="store_true", help="print the report as JSON")
+    for command in (load, verify, plan):
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
     args = parser.parse_args(argv)
+    if args.command == "verify" and args.lora:
+        return _verify_lora(args)
     return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
 
 
@@ -84,9 +91,7 @@ def _load(args: argparse.Namespace) -> int:
         try:
             _, report, digests = _load_and_digest(args, device_type)
         except MetaShardError as error:
-            if dist.get_rank() == 0:  # every rank raises the same
-                print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
-            return 2
+            return _failed(error)
         if dist.get_rank() == 0:
             print(report.to_json() if args.json else report)
             for rank, digest in enumerate(digests):
@@ -95,6 +100,46 @@ def _load(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    with process_group() as device_type:
+        try:
+            compared: Any = _load_component(args, device_type, verify="full")[1].verified
+        except MetaShardError as error:
+            if not isinstance(error.got, Comparison):
+                return _failed(error)
+            compared = error.got
+        if dist.get_rank() == 0 and args.json:
+            print(json.dumps(asdict(compared), indent=2))
+        elif dist.get_rank() == 0:
+            _print_mismatches(compared.mismatches)
+            print(f"metashard verify: {compared}")
+    return 1 if compared.mismatches else 0
+
+
+def _print_mismatches(mismatches: Sequence[Mismatch]) -> None:
+    rows = [("tensor", "rank", "elements", "compared with", "expected", "got")]
+    rows += [
+        (
+            m.name,
+            str(m.rank),
+            str(m.elements),
+            f"{m.file} at byte {m.offset}" if m.file else "other ranks",
+            m.expected,
+            m.got,
+        )
+        for m in mismatches
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows if mismatches else ():
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _failed(error: MetaShardError) -> int:
+    if dist.get_rank() == 0:  # every rank raises the same
+        print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2
+
+
+def _verify_lora(args: argparse.Namespace) -> int:
     from peft import LoraConfig
 
     from metashard.adapters import LoraSpec
@@ -115,9 +160,10 @@ def _verify(args: argparse.Namespace) -> int:
                 revision=args.revision,
             )
         except MetaShardError as error:
-            print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
-            return 2
-        for check in checks if dist.get_rank() == 0 else ():
+            return _failed(error)
+        if dist.get_rank() == 0 and args.json:
+            print(json.dumps([asdict(check) for check in checks], indent=2))
+        for check in checks if dist.get_rank() == 0 and not args.json else ():
             print(f"{'ok    ' if check.ok else 'WRONG '} {check.name}")
             for fault in check.faults[:10]:
                 print(f"         {fault}")
@@ -161,18 +207,23 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_and_digest(args: argparse.Namespace, device_type: str):  # type: ignore[no-untyped-def]
-    module, report = load_component(
+def _load_component(args: argparse.Namespace, device_type: str, *, verify: str = "basic") -> tuple[Any, LoadReport]:
+    loaded: tuple[Any, LoadReport] = load_component(
         args.path,
         args.component,
         mesh=make_mesh(device_type, args.replicas),
         dtype=DTYPES[args.dtype] if args.dtype else None,
         shard=ShardPolicy(wrap=args.wrap),
-        load=LoadPolicy(strategy=args.strategy, transport=args.transport),
+        load=LoadPolicy(strategy=args.strategy, transport=args.transport, verify=verify),
         variant=args.variant,
         revision=args.revision,
         output_loading_info=True,
     )
+    return loaded
+
+
+def _load_and_digest(args: argparse.Namespace, device_type: str) -> tuple[Any, LoadReport, list[str]]:
+    module, report = _load_component(args, device_type)
     digests: list[str] = []
     if args.digest:
         gathered: list[str | None] = [None] * dist.get_world_size()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, ta
 from metashard.mapping import Mapping as EntryMapping
 from metashard.mapping import apply_dtypes, entries_by_identity
 from metashard.policy import LoadPolicy, ShardPolicy
-from metashard.report import LoadReport, RankReport
+from metashard.report import Comparison, LoadReport, RankReport
 from metashard.run import Run
 from metashard.shard import allocate, average_replicated_grads, choose_groups, replicated_names, shard_module
 from metashard.shell import build_shell
-from metashard.strategy import build_dtype, choose_strategy, load_on_leader, map_or_refuse
+from metashard.strategy import build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
+from metashard.verify_files import Originals, compare_load
 
 
 def load_component(
@@ -94,10 +96,16 @@ def load_component(
                 module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
         mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
         strategy, reason, crew = choose_strategy(run, found, headers, mapping, folder, lora)
+        if run.load.verify == "full":
+            check_verifiable(run, headers, mapping, folder)
         with run.phase("build"), torch.random.fork_rng(devices=[]):
+            originals: Originals | None = None
             if strategy == "rank0":
+                by_headers = mapping.sources
                 module, mapping = load_on_leader(run, module, found, headers, dtype)
                 entries: dict[int, Entry] = {}
+                if run.load.verify == "full":
+                    originals = Originals(module, by_headers)
             else:
                 built_under = build_dtype(found, headers, dtype)
                 pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
@@ -112,7 +120,9 @@ def load_component(
             with run.recorder.phase("adapters"):
                 module = inject(module, lora, run.agreement, component=found.name, entries=entries)
         sources = _sources(module, entries, mapping)
-        del held, entries
+        if originals is not None:
+            sources = run.on_leader("plan", partial(originals.unchanged, module))
+        del held, entries, originals
         report = _shard_and_fill(run, module, Supply(strategy, reason, mapping, sources, headers, folder, crew))
     return (module, report) if output_loading_info else module
 
@@ -163,6 +173,12 @@ def wrap_model(
         MetaShardError: As `load_component` does.
     """
     run = Run(mesh, shard, load)
+    if load.verify == "full":
+        raise ComponentError(
+            'verify="full" compares a load with its files, and wrap_model knows of none: use load_component, or '
+            'verify="basic".',
+            phase="resolve",
+        )
     with run.recorder:
         report = _shard_and_fill(run, module, Supply("rank0", "a module built by the caller"))
     return (module, report) if output_loading_info else module
@@ -286,7 +302,7 @@ class Supply:
         strategy: "direct", "stream" or "rank0".
         reason: Why this one.
         mapping: How the checkpoint's keys fit the module.
-        sources: Name -> entry, of what comes from the files.
+        sources: Name -> entry, of what comes from the files; in `rank0` of what can be compared with them.
         headers: The files' headers; None where there are none.
         folder: This rank's folder of them.
         crew: See `strategy.crew_of`; empty in `rank0`.
@@ -308,7 +324,8 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     with run.phase("agree"):
         slots = agree_on_layout(module, run.agreement)
         check_shell(module, run.agreement)
-        _check_sources(slots, supply.sources)
+        from_files = {} if supply.strategy == "rank0" else supply.sources
+        _check_sources(slots, from_files)
     with run.phase("shard"):
         ignored = replicated_names(slots, asked)
         blocks = choose_groups(module, run.shard)
@@ -324,14 +341,29 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
         allocate(module, run.mesh, run.shard)
     with _progress(run, module) as advance:
         job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, supply.crew, advance)
-        fill.fill(
-            module, slots, job, strategy=supply.strategy, sources=supply.sources, headers=supply.headers, real=real
-        )
+        fill.fill(module, slots, job, strategy=supply.strategy, sources=from_files, headers=supply.headers, real=real)
     with run.phase("check"):
-        check_loaded(module, {slot.fqn: slot.tie for slot in slots if slot.kind != "attribute"})
+        check_loaded(module, slots)
+        job.ledger.check(fill.to_fill(module, slots))
         average_replicated_grads(module, run.mesh, ignored)
         watch_adapters(module)
-    return _report(run, module, supply)
+    verified = _compare(run, module, slots, supply) if run.load.verify == "full" else None
+    return _report(run, module, supply, verified)
+
+
+def _compare(run: Run, module: nn.Module, slots: list[Slot], supply: Supply) -> Comparison:
+    """`verify="full"`: every shard against the files."""
+    names = supply.sources if supply.strategy == "rank0" else fill.comes_from_files(slots, supply.sources)
+    assert supply.folder is not None
+    with run.recorder.phase("verify"):
+        return compare_load(
+            module,
+            [name for name, _ in fill.to_fill(module, slots)],
+            {name: supply.sources[name] for name in names},
+            folder=supply.folder,
+            agreement=run.agreement,
+            staging_bytes=run.load.staging_bytes,
+        )
 
 
 def _asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
@@ -383,7 +415,7 @@ def _resident(module: nn.Module) -> int:
     return sum(flat_local(tensor).nbytes for tensor in unique.values())
 
 
-def _report(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
+def _report(run: Run, module: nn.Module, supply: Supply, verified: Comparison | None) -> LoadReport:
     mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(_resident(module)), run.recorder.phases)
     gathered = run.agreement.gather(mine)
     counts: dict[str, int] = {}
@@ -403,4 +435,5 @@ def _report(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
         missing=missing,
         unexpected=unexpected,
         transport=run.load.transport,
+        verified=verified,
     )

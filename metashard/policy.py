@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 STRATEGIES = ("auto", "direct", "stream", "rank0")
 TRANSPORTS = ("scatter", "broadcast")
 MISSING = ("error", "init")
+VERIFY = ("basic", "full")
 
 WrapRule = Iterable[str | type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -73,6 +74,9 @@ class LoadPolicy:
         allow_pickle: Also load pickled checkpoints (`.bin`), with `weights_only`, through rank 0.
         overlap: In `stream` and `rank0`, get the next bucket ready while one travels (async); False does one thing at
             a time.
+        verify: What is checked after the load. "basic": nothing on meta, layout and ties, every byte written once.
+            "full": every rank also reads its shards' bytes from the files again and compares them; what no file holds
+            is compared from rank to rank. Refused where the library converts or unpickles what it loads.
     """
 
     strategy: str = "auto"
@@ -84,9 +88,11 @@ class LoadPolicy:
     progress: bool | None = None
     allow_pickle: bool = False
     overlap: bool = True
+    verify: str = "basic"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("strategy", STRATEGIES), ("transport", TRANSPORTS), ("missing", MISSING)):
+        choices = {"strategy": STRATEGIES, "transport": TRANSPORTS, "missing": MISSING, "verify": VERIFY}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}.")
         if self.io_threads < 1:

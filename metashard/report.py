@@ -40,6 +40,53 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """One tensor that is not on a rank what it should be.
+
+    Args:
+        name: Its name in the module.
+        rank: The rank that holds it.
+        elements: How many elements differ (all of the part, where only digests were compared).
+        expected: The first of them, as it should be.
+        got: As it is.
+        file: File that it was compared with; None for another rank.
+        key: Its name in the file.
+        offset: Byte of the file at which the first element that differs is.
+    """
+
+    name: str
+    rank: int
+    elements: int
+    expected: str
+    got: str
+    file: str | None = None
+    key: str | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `LoadPolicy(verify="full")` has compared.
+
+    Args:
+        tensors: Tensors compared with their entries in the files, every rank its part.
+        nbytes: Their bytes in memory, over all ranks.
+        between_ranks: Tensors that no file holds, compared from rank to rank instead.
+        mismatches: What differs.
+    """
+
+    tensors: int
+    nbytes: int
+    between_ranks: int
+    mismatches: tuple[Mismatch, ...] = ()
+
+    def __str__(self) -> str:
+        others = f", {self.between_ranks} from rank to rank" if self.between_ranks else ""
+        size = size_text(self.nbytes)
+        return f"{self.tensors} tensors, {size} with the files{others}: {len(self.mismatches)} mismatches"
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What one load did, the same on every rank. `str()` prints a table.
 
@@ -53,6 +100,7 @@ class LoadReport:
         missing: Names that the checkpoint did not hold.
         unexpected: Keys of the checkpoint that nothing took.
         transport: How tensors left rank 0.
+        verified: What `verify="full"` has compared; None for "basic".
     """
 
     strategy: str
@@ -64,6 +112,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     transport: str = "scatter"
+    verified: Comparison | None = None
 
     @property
     def seconds(self) -> float:
@@ -96,6 +145,8 @@ class LoadReport:
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
                 lines.append(f"  {title:<11} {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+        if self.verified is not None:
+            lines.append(f"  verified    {self.verified}")
         return "\n".join(lines)
 
 

@@ -277,25 +277,28 @@ def _placement_by_dtype(
     return place
 
 
-_own_meshes: dict[tuple[int, tuple[bool, int]], tuple[DeviceMesh, DeviceMesh]] = {}
+# By the process groups that the mesh talks over, not by the mesh: callers make meshes, and sub-meshes, as they go. The
+# values keep what the keys name alive, so that no other group gets its id.
+_own_meshes: dict[tuple[Any, ...], tuple[Any, list[dist.ProcessGroup], DeviceMesh]] = {}
 
 
 def _own_mesh(mesh: DeviceMesh, group: tuple[bool, int]) -> DeviceMesh:
-    """A mesh over the same ranks with process groups of its own, made once for a mesh and dtype group. Collective."""
-    key = (id(mesh), group)
-    if key not in _own_meshes or _own_meshes[key][0] is not mesh:
-        groups = []
-        for axis in range(mesh.ndim):
-            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-            groups.append(new_group(ranks))
+    """A mesh over the same ranks with process groups of its own, made once for a dtype group. Collective."""
+    world = dist.group.WORLD
+    for stale in [key for key, (of, _, _) in _own_meshes.items() if of is not world]:
+        del _own_meshes[stale]  # of a process group that was destroyed
+    shared = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    key = (tuple(map(id, shared)), mesh_ranks(mesh), mesh.device_type, mesh.mesh_dim_names, group)
+    if key not in _own_meshes:
+        groups = [new_group(dist.get_process_group_ranks(theirs)) for theirs in shared]
         twin = DeviceMesh.from_group(
             groups if mesh.ndim > 1 else groups[0],
             mesh.device_type,
             mesh=mesh.mesh if mesh.ndim > 1 else None,
             mesh_dim_names=mesh.mesh_dim_names,
         )
-        _own_meshes[key] = (mesh, twin)
-    return _own_meshes[key][1]
+        _own_meshes[key] = (world, shared, twin)
+    return _own_meshes[key][2]
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:

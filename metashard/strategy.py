@@ -105,6 +105,28 @@ def crew_of(run: Run, sees: Sequence[bool]) -> tuple[int, ...]:
     return (first, *(rank for rank in mine if rank != first))
 
 
+def check_verifiable(run: Run, headers: Checkpoint | None, mapping: Mapping, folder: Path) -> None:
+    """Refuse `verify="full"` before any weight is read where the files cannot be held against the shards."""
+    if headers is None or mapping.reason is not None:
+        raise ComponentError(
+            f'verify="full" cannot compare this load with its files: {mapping.reason}. That needs one entry for every '
+            'parameter, cast at most; use verify="basic".',
+            phase="plan",
+            expected="one entry for every parameter",
+            got=mapping.reason,
+        )
+    visible = run.agreement.gather(_sees(folder, headers))
+    blind = [rank for rank, sees in enumerate(visible) if not sees]
+    if blind:
+        raise ComponentError(
+            f'verify="full" reads the files on every rank; ranks {blind[:8]} do not see {folder} with the sizes that '
+            'rank 0 sees. Use verify="basic".',
+            rank=blind[0],
+            phase="plan",
+            file=str(folder),
+        )
+
+
 def _lora_obstacle(run: Run, lora: Any) -> str | None:
     """Why the adapters need the real base on rank 0, which alone reads the configs of existing ones."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise, zip_longest
 
 import torch
 from torch import nn
@@ -67,18 +69,18 @@ def _pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:
         yield raw[start : start + _HASH_BYTES]
 
 
-def check_loaded(module: nn.Module, ties: dict[str, str]) -> None:
-    """The final check of a load: nothing left on meta, every shard in memory of its own, ties as agreed.
+def check_loaded(module: nn.Module, slots: Sequence[Slot]) -> None:
+    """The final check of a load: nothing left on meta, the layout and ties as agreed, every shard in its own memory.
 
     Args:
         module: The loaded module.
-        ties: FQN -> FQN of its tie group, as rank 0 had them.
+        slots: The layout that all ranks had agreed on, as rank 0 had it before sharding.
 
     Raises:
         LoadError: Naming the tensors.
     """
-    slots = named_slots(module)
-    leftovers = [slot.fqn for slot, tensor in slots if tensor.is_meta or _local_is_meta(tensor)]
+    held = named_slots(module)
+    leftovers = [slot.fqn for slot, tensor in held if tensor.is_meta or _local_is_meta(tensor)]
     if leftovers:
         raise LoadError(
             f"{len(leftovers)} tensors are still on the meta device: {', '.join(leftovers[:5])}. They are "
@@ -88,14 +90,53 @@ def check_loaded(module: nn.Module, ties: dict[str, str]) -> None:
             expected="no tensor on the meta device",
             got=f"{len(leftovers)}",
         )
-    for slot, _ in slots:
-        if slot.kind != "attribute" and ties.get(slot.fqn, slot.tie) != slot.tie:
+    wanted = [slot for slot in slots if slot.kind != "attribute"]
+    registered = [(slot, tensor) for slot, tensor in held if slot.kind != "attribute"]
+    for want, got in zip_longest(wanted, (slot for slot, _ in registered)):
+        _check_layout(want, got)
+    places: dict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
+    for slot, tensor in registered:
+        flat = flat_local(tensor)
+        if slot.kind == "parameter" and slot.tie == slot.fqn and flat.numel():
+            places[flat.device].append((flat.data_ptr(), flat.data_ptr() + flat.nbytes, slot.fqn))
+    for (_, stop, fqn), (start, _, other) in chain.from_iterable(pairwise(sorted(p)) for p in places.values()):
+        if start < stop:
             raise LoadError(
-                f"{slot.fqn} should share memory with {ties[slot.fqn]}, but is tied to {slot.tie}.",
+                f"{fqn} and {other} are in the same memory, but are not tied.",
                 phase="check",
-                key=slot.fqn,
-                expected=ties[slot.fqn],
-                got=slot.tie,
+                key=other,
+                expected="memory of its own",
+                got=f"memory of {fqn}",
+            )
+
+
+def _check_layout(want: Slot | None, got: Slot | None) -> None:
+    if want is None or got is None or want.fqn != got.fqn:
+        expected, came = getattr(want, "fqn", "nothing"), getattr(got, "fqn", "nothing")
+        raise LoadError(
+            f"The module has {came} where the ranks had agreed on {expected} before it was sharded.",
+            phase="check",
+            key=expected if want is not None else came,
+            expected=expected,
+            got=came,
+        )
+    if want.tie != got.tie:
+        raise LoadError(
+            f"{got.fqn} should share memory with {want.tie}, but is tied to {got.tie}.",
+            phase="check",
+            key=got.fqn,
+            expected=want.tie,
+            got=got.tie,
+        )
+    for field in ("kind", "shape", "dtype", "requires_grad", "persistent"):
+        expected, came = getattr(want, field), getattr(got, field)
+        if expected != came:
+            raise LoadError(
+                f"{got.fqn}: {field} is {came}, the ranks had agreed on {expected} before it was sharded.",
+                phase="check",
+                key=got.fqn,
+                expected=expected,
+                got=came,
             )
 
 

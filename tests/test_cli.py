@@ -57,3 +57,53 @@ def test_an_error_is_one_line_and_exit_code_2(pipeline):
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "ComponentError" in done.stderr
     assert "transformer" in done.stderr
+
+
+def test_verify_compares_every_tensor_with_its_file(pipeline):
+    done = torchrun("verify", str(pipeline), "--component", "transformer", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    tensors = len(zoo.CASES["SD3Transformer2DModel"].build().state_dict())
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"metashard verify: {tensors} tensors, ")
+    assert line.endswith(": 0 mismatches")
+
+
+FLIPS_A_BYTE = """
+import sys
+import torch
+from metashard.cli import main
+from metashard.fill.reader import Reader
+
+read = Reader._read
+
+def flipping(self, stretch, number):
+    read(self, stretch, number)
+    if stretch.entry.key == "proj_out.bias" and stretch.start == 0:
+        stretch.into.view(torch.uint8)[0] ^= 1
+
+Reader._read = flipping
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_verify_names_the_tensor_that_was_loaded_wrong(pipeline):
+    command = [sys.executable, "-c", FLIPS_A_BYTE, "verify", str(pipeline), "--component", "transformer"]
+    for options in ([], ["--strategy", "stream"], ["--json"]):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1, done.stderr
+        if options != ["--json"]:
+            header, row, summary = done.stdout.splitlines()
+            assert header.split()[:3] == ["tensor", "rank", "elements"]
+            assert row.split()[:3] == ["proj_out.bias", "0", "1"]
+            assert "diffusion_pytorch_model.safetensors at byte " in row
+            assert summary.endswith(": 1 mismatches")
+        else:
+            (mismatch,) = json.loads(done.stdout)["mismatches"]
+            assert (mismatch["name"], mismatch["key"], mismatch["rank"]) == ("proj_out.bias", "proj_out.bias", 0)
+
+
+def test_verify_says_what_it_cannot_compare(pipeline):
+    done = torchrun("verify", str(pipeline / "nothing"), "--json")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("metashard: ") == 1  # rank 0 alone prints

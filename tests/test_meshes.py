@@ -84,7 +84,7 @@ def save_grid(folder: Path, **config: int) -> int:
 def load(folder: str, mesh: DeviceMesh, way: str, *, dtype: torch.dtype | None = FP32, **kwargs: Any) -> Any:
     diffusers.GridModel = GridModel  # classes are found by name in their library
     try:
-        policy = metashard.LoadPolicy(**{"timeout": 10, **WAYS[way]})
+        policy = metashard.LoadPolicy(**{"timeout": 10, "verify": "full", **WAYS[way]})
         return metashard.load_component(folder, mesh=mesh, dtype=dtype, load=policy, output_loading_info=True, **kwargs)
     finally:
         del diffusers.GridModel

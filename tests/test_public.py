@@ -57,7 +57,7 @@ SIGNATURES = {
     ),
     "LoadPolicy": (
         "(strategy='auto', transport='scatter', io_threads=4, staging_bytes=67108864, timeout=1800.0, missing='error', "
-        "progress=None, allow_pickle=False, overlap=True)"
+        "progress=None, allow_pickle=False, overlap=True, verify='basic')"
     ),
 }
 

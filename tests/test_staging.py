@@ -293,7 +293,7 @@ def read_all(
         landed: list[int] = []
         reader.run(reads_of(checkpoint, reader, targets, lambda reads: reads.reverse()), landed.append)
         assert files.bytes_read == checkpoint.nbytes
-        assert sum(landed) == sum(t.nbytes for t in targets.values())
+        assert sum(into.nbytes for into in landed) == sum(t.nbytes for t in targets.values())
         held = sum(b.numel() for s in reader.stagings.values() for b in s.ring)
         assert held <= staging_bytes
     return targets
@@ -504,14 +504,14 @@ def test_an_error_of_the_caller_stops_all_threads(nothing_left: None, tmp_path: 
     targets = {key: torch.empty(e.shape, dtype=e.dtype) for key, e in checkpoint.entries.items()}
     landed: list[int] = []
 
-    def advance(nbytes: int) -> None:
-        landed.append(nbytes)
+    def placed(into: torch.Tensor) -> None:
+        landed.append(into.nbytes)
         if len(landed) >= 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), Files(tmp_path, checkpoint, same_folder=True) as files:  # noqa: PT012
         reader = Reader(files, threads=threads, staging_bytes=1 << 16)
-        reader.run(reads_of(checkpoint, reader, targets, lambda reads: None), advance)
+        reader.run(reads_of(checkpoint, reader, targets, lambda reads: None), placed)
     assert len(landed) < 64
 
 

@@ -43,8 +43,7 @@ def fill(
     """
     tensors = {slot.fqn: tensor for slot, tensor in named_slots(module)}
     registered = [s for s in slots if s.kind != "attribute" and s.tie == s.fqn]
-    # A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is what __init__ computed.
-    from_files = [s.fqn for s in registered if s.fqn in sources and not (s.kind == "parameter" and s.real)]
+    from_files = comes_from_files(slots, sources)
     left_alone = {s.fqn for s in registered if s.trait and s.real}  # DTensors that the caller has filled, rank by rank
     from_memory = [s.fqn for s in registered if s.kind == "parameter" and s.fqn not in left_alone | set(from_files)]
     file_targets = [target(fqn, tensors[fqn]) for fqn in from_files]
@@ -78,6 +77,35 @@ def fill(
         _to_replicas([t.flat for t in file_targets + memory_targets] + computed, job, scratch)
 
 
+def comes_from_files(slots: Sequence[Slot], sources: Mapping[str, Entry]) -> list[str]:
+    """Names of the parameters and buffers that are filled from their entries.
+
+    A real parameter on rank 0 is newer than the file (a hook has set it); a real buffer is what __init__ computed.
+    """
+    registered = [s for s in slots if s.kind != "attribute" and s.tie == s.fqn]
+    return [s.fqn for s in registered if s.fqn in sources and not (s.kind == "parameter" and s.real)]
+
+
+def to_fill(module: nn.Module, slots: Sequence[Slot]) -> list[tuple[str, torch.Tensor]]:
+    """Name and memory (1-D) of all that `fill` fills on this rank, ties once; the arguments are those of `fill`.
+
+    Without what is this rank's own: DTensors that the caller has filled, plain attributes that rank 0 does not have.
+    """
+    here = {slot.fqn: tensor for slot, tensor in named_slots(module)}
+    found: list[tuple[str, torch.Tensor]] = []
+    for slot in slots:
+        own = slot.real if slot.trait else slot.kind == "attribute" and not (slot.real and _fits(slot, here))
+        if slot.tie == slot.fqn and not own:
+            found.append((slot.fqn, flat_local(here[slot.fqn])))
+    return found
+
+
+def _fits(slot: Slot, here: Mapping[str, torch.Tensor]) -> bool:
+    """Whether this rank has the plain attribute that rank 0 has."""
+    tensor = here.get(slot.fqn)
+    return tensor is not None and (tuple(tensor.shape), tensor.dtype) == (slot.shape, slot.dtype)
+
+
 @contextmanager
 def _phase(job: Job, name: str) -> Iterator[None]:
     with job.recorder.phase(name), job.agreement.phase(name):
@@ -109,9 +137,7 @@ def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set
         if slot.kind == "parameter" or slot.tie != slot.fqn or slot.tie in from_files or not slot.real:
             continue
         tensor = here.get(slot.fqn)
-        if slot.kind == "attribute" and (
-            tensor is None or (tuple(tensor.shape), tensor.dtype) != (slot.shape, slot.dtype)
-        ):
+        if slot.kind == "attribute" and not _fits(slot, here):
             # This rank has no such attribute, or another one: take part in the broadcast, keep what is here.
             tensor = torch.empty(slot.shape, dtype=slot.dtype)
         assert tensor is not None
@@ -126,7 +152,10 @@ def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set
 def _from_rank0(flats: list[torch.Tensor], job: Job, scratch: torch.Tensor) -> None:
     if job.reads:
         ranks = job.shard_ranks
-        moved = broadcast_in_place(flats, src=ranks[0], group=job.shard_group, scratch=scratch)
+        if job.agreement.leader:
+            for flat in flats:  # computed here, in place already
+                job.ledger.wrote(flat)
+        moved = broadcast_in_place(flats, src=ranks[0], group=job.shard_group, scratch=scratch, placed=job.ledger.wrote)
         _count(job, moved, sends=job.agreement.leader, receivers=len(ranks) - 1)
 
 
@@ -135,7 +164,7 @@ def _to_replicas(flats: list[torch.Tensor], job: Job, scratch: torch.Tensor) -> 
     if job.mesh.ndim == 2:
         group = job.mesh.get_group(0)
         ranks = dist.get_process_group_ranks(group)
-        moved = broadcast_in_place(flats, src=ranks[0], group=group, scratch=scratch)
+        moved = broadcast_in_place(flats, src=ranks[0], group=group, scratch=scratch, placed=job.placed)
         _count(job, moved, sends=job.reads, receivers=len(ranks) - 1)
 
 

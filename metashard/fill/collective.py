@@ -8,7 +8,7 @@ that has left, and the agreement at the end of the phase raises the same error e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -128,7 +128,8 @@ class _Sender:
 
     def _pack(self, bucket: Bucket, rows: torch.Tensor) -> None:
         parcels: list[Parcel] = []
-        sent = placed = 0
+        own: list[torch.Tensor] = []
+        sent = 0
         for piece in bucket.pieces:
             target = self.targets[piece.item]
             if self.scatter or not self.others:  # each rank's own elements; this rank's straight into its shard
@@ -141,17 +142,20 @@ class _Sender:
                     if n := _clip(piece, box.numel):
                         runs = [(first, at - piece.start, m) for first, at, m in box.runs(piece.start, piece.stop)]
                         parcels.append(Parcel(target, runs, out[:n]))
-                        sent += 0 if box is target.box else n * target.dtype.itemsize
-                placed += _clip(piece, target.box.numel) * target.dtype.itemsize
+                        if box is target.box:
+                            own.append(out[:n])
+                        else:
+                            sent += n * target.dtype.itemsize
             else:
                 out = as_dtype(rows[0, piece.at :], target.dtype, piece.numel)
                 parcels.append(Parcel(target, [(piece.start, 0, piece.numel)], out))
                 sent += piece.numel * target.dtype.itemsize * len(self.others)
         self.source.pack(parcels)
         if not self.scatter and self.others:
-            placed += _keep(bucket, self.targets, rows[0])
+            own = list(_keep(bucket, self.targets, rows[0]))
         self.job.recorder.add(bytes_sent=sent)
-        self.job.advance(placed)
+        for view in own:
+            self.job.placed(view)
 
     def _send(self, rows: torch.Tensor, status: int) -> list[dist.Work]:
         group = self.job.shard_group
@@ -199,19 +203,19 @@ class _Receiver:
         return dist.broadcast(row, src=self.src, group=group, async_op=True)
 
     def _unpack(self, bucket: Bucket, row: torch.Tensor) -> None:
-        placed = 0
-        if not self.scatter:
-            placed = _keep(bucket, self.targets, row)
+        received = 0
+        for view in self._scattered(bucket, row) if self.scatter else _keep(bucket, self.targets, row):
+            received += view.nbytes
+            self.job.placed(view)
+        if not self.scatter:  # everything came, whatever was kept of it
             received = sum(p.numel * self.targets[p.item].dtype.itemsize for p in bucket.pieces)
-        else:
-            for piece in bucket.pieces:
-                target = self.targets[piece.item]
-                n = _clip(piece, target.box.numel)
-                target.flat[piece.start : piece.start + n].copy_(as_dtype(row[piece.at :], target.dtype, n))
-                placed += n * target.dtype.itemsize
-            received = placed
         self.job.recorder.add(bytes_received=received)
-        self.job.advance(placed)
+
+    def _scattered(self, bucket: Bucket, row: torch.Tensor) -> Iterator[torch.Tensor]:
+        for piece in bucket.pieces:
+            target = self.targets[piece.item]
+            n = _clip(piece, target.box.numel)
+            yield target.flat[piece.start :][:n].copy_(as_dtype(row[piece.at :], target.dtype, n))
 
 
 def _clip(piece: Piece, numel: int) -> int:
@@ -219,16 +223,13 @@ def _clip(piece: Piece, numel: int) -> int:
     return max(0, min(piece.stop, numel) - piece.start)
 
 
-def _keep(bucket: Bucket, targets: Sequence[Target], row: torch.Tensor) -> int:
-    """Copy what is this rank's out of a bucket of whole tensors; the bytes it kept."""
-    kept = 0
+def _keep(bucket: Bucket, targets: Sequence[Target], row: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Copy what is this rank's out of a bucket of whole tensors; the parts of targets that were written."""
     for piece in bucket.pieces:
         target = targets[piece.item]
         view = as_dtype(row[piece.at :], target.dtype, piece.numel)
         for first, local, n in target.box.overlap(piece.start, piece.stop):
-            target.flat[local : local + n].copy_(view[first - piece.start :][:n])
-            kept += n * target.dtype.itemsize
-    return kept
+            yield target.flat[local : local + n].copy_(view[first - piece.start :][:n])
 
 
 def scratch_for(job: Job) -> torch.Tensor:
@@ -237,7 +238,12 @@ def scratch_for(job: Job) -> torch.Tensor:
 
 
 def broadcast_in_place(
-    flats: Sequence[torch.Tensor], *, src: int, group: dist.ProcessGroup, scratch: torch.Tensor
+    flats: Sequence[torch.Tensor],
+    *,
+    src: int,
+    group: dist.ProcessGroup,
+    scratch: torch.Tensor,
+    placed: Callable[[torch.Tensor], None],
 ) -> int:
     """Broadcast 1-D tensors from global rank `src` into the same tensors elsewhere.
 
@@ -248,6 +254,7 @@ def broadcast_in_place(
         src: Global rank that has the values.
         group: The group.
         scratch: The bucket, from `scratch_for`, on the device that the group's collectives run on.
+        placed: Called with what has been received, piece by piece.
 
     Returns:
         Bytes that travelled (0 in a group of one).
@@ -256,14 +263,14 @@ def broadcast_in_place(
         return 0
     sends = dist.get_rank() == src
     buckets = fill_buckets([(flat.numel(), flat.dtype.itemsize) for flat in flats], scratch.numel() - _STATUS_BYTES)
-    pending: list[dist.Work] = []
+    pending: list[tuple[torch.Tensor, dist.Work | None]] = []
     total = 0
     for bucket in buckets:
         only = bucket.pieces[0]
         total += sum((p.stop - p.start) * flats[p.item].dtype.itemsize for p in bucket.pieces)
         if len(bucket.pieces) == 1 and flats[only.item].device == scratch.device:
             piece = as_bytes(flats[only.item][only.start : only.stop])
-            pending.append(dist.broadcast(piece, src=src, group=group, async_op=True))
+            pending.append((piece, dist.broadcast(piece, src=src, group=group, async_op=True)))
             continue
         views = [
             (flats[p.item][p.start : p.stop], as_dtype(scratch[p.at :], flats[p.item].dtype, p.stop - p.start))
@@ -275,7 +282,10 @@ def broadcast_in_place(
         dist.broadcast(scratch[: bucket.nbytes], src=src, group=group)
         if not sends:
             for flat, view in views:
-                flat.copy_(view)
-    for work in pending:
-        work.wait()
+                placed(flat.copy_(view))
+    for piece, work in pending:
+        if work is not None:
+            work.wait()
+        if not sends:
+            placed(piece)
     return total

@@ -42,7 +42,7 @@ def read_own(targets: Sequence[Target], entries: Mapping[str, Entry], checkpoint
                 runs = [(start, start, stop - start)]
             reads += reads_for(entries[target.fqn], runs, target.flat, most=reader.most)
         try:
-            reader.run(reads, job.advance)
+            reader.run(reads, job.placed)
         finally:
             job.recorder.add(bytes_read=files.bytes_read)
 
@@ -58,7 +58,7 @@ def share_replicated(targets: Sequence[Target], job: Job, scratch: torch.Tensor)
             if target.replicated:
                 start, stop = part_of(number, target.flat.numel(), target.flat.nbytes, owner, len(ranks))
                 flats.append(target.flat[start:stop])
-        moved = broadcast_in_place(flats, src=src, group=job.shard_group, scratch=scratch)
+        moved = broadcast_in_place(flats, src=src, group=job.shard_group, scratch=scratch, placed=job.placed)
         if src == dist.get_rank():
             job.recorder.add(bytes_sent=moved * (len(ranks) - 1))
         else:

@@ -196,12 +196,12 @@ class Reader:
         """The most bytes on disk of one read: a staging buffer must hold it, on an accelerator half of one."""
         return min(READ_BYTES, self.staging_bytes // (2 * self.threads))
 
-    def run(self, reads: Sequence[Read], advance: Callable[[int], None] = lambda nbytes: None) -> None:
+    def run(self, reads: Sequence[Read], placed: Callable[[torch.Tensor], None] = lambda into: None) -> None:
         """Do all reads, in file order; the bytes are in place when this returns.
 
         Args:
             reads: What to read, in pieces of at most `most` bytes.
-            advance: Called with the bytes that came into place.
+            placed: Called with the memory of each read, once its elements are (or on an accelerator will be) there.
 
         Raises:
             The first error of any thread, once all have stopped.
@@ -218,7 +218,7 @@ class Reader:
                     if read is None:
                         break
                     self._read(read, number)
-                    advance(read.into.nbytes)
+                    placed(read.into)
                 for (owner, _), staging in self.stagings.copy().items():
                     if owner == number:
                         staging.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from metashard.agree import Agreement
 from metashard.fill.bytes import flat_local
+from metashard.fill.ledger import Ledger
 from metashard.plan import Box, Sharding, whole
 from metashard.policy import LoadPolicy
 from metashard.report import Recorder
@@ -74,6 +75,7 @@ class Job:
         crew: Ranks of this rank's shard group that get what comes from files through one of them, the first: all of
             the group, or in `stream` those of one host where every host has a rank that sees the files.
         advance: Called with the number of bytes that came into place, for the progress bar.
+        ledger: Which bytes have come into place.
     """
 
     mesh: DeviceMesh
@@ -84,6 +86,12 @@ class Job:
     folder: Path | None
     crew: tuple[int, ...]
     advance: Callable[[int], None]
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def placed(self, view: torch.Tensor) -> None:
+        """Note that all of `view`, contiguous memory of a target, has its values; called by any thread."""
+        self.ledger.wrote(view)
+        self.advance(view.nbytes)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
