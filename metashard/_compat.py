@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-# Names of process groups, see `named_by_members`.
+# Names, stores and timeouts of process groups, see `named_by_members`, `default_store` and `patient_groups`.
 from torch.distributed import distributed_c10d
 
 # A second group of parameters in one FSDP module, over the same ranks (see shard.py, [Note: dtype groups]). The result
@@ -35,10 +36,12 @@ __all__ = [
     "apply_to_tensors",
     "compute_local_shape_and_global_offset",
     "default_dtype",
+    "default_store",
     "diffusers_fixed_keys",
     "ignored_by",
     "library_from_pretrained",
     "named_by_members",
+    "patient_groups",
     "set_group_policy",
     "transformers_dtype_plan",
     "transformers_from_config",
@@ -89,6 +92,28 @@ def library_from_pretrained(replacements: Mapping[type, Callable[..., Any]]) -> 
     finally:
         for base, function in before.items():
             base.from_pretrained = function  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """The store of the default process group, over which ranks can talk without a collective."""
+    return distributed_c10d._get_default_store()
+
+
+@contextmanager
+def patient_groups(groups: Iterable[Any], seconds: float) -> Iterator[None]:
+    """Let collectives of these process groups wait for at least `seconds` for the slowest rank inside the context.
+
+    The groups are the trainer's, with a timeout made for steps; torch has no public way to change it.
+    """
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    before = [backend.options._timeout for backend in backends]
+    try:
+        for backend, own in zip(backends, before, strict=True):
+            backend._set_default_timeout(max(own, timedelta(seconds=seconds)))
+        yield
+    finally:
+        for backend, own in zip(backends, before, strict=True):
+            backend._set_default_timeout(own)
 
 
 _member_groups: Counter[tuple[int, ...]] = Counter()

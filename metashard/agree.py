@@ -2,36 +2,52 @@
 
 [Note: phases]
 A load is a sequence of phases. Within a phase a rank works alone, or takes part in collectives that every rank reaches;
-at its end the ranks exchange a status over a small CPU group of their own. If any rank failed, every rank raises the
+at its end the ranks tell each other how it went (see `metashard.rollcall`). If any rank failed, every rank raises the
 same error: the typed error of the lowest failing rank, which names rank, phase, file and key. The rank where it
-happened chains the original. So nobody goes on into a collective that a failed rank will never join.
+happened chains the original. So nobody goes on into a collective that a failed rank will never join. A rank that does
+not come (killed, hanging) is named in the same way.
 
-The control group is gloo on CPU, made once for a set of ranks, with its own timeout: a slow rank 0 (a download, a slow
-disk) never trips the timeout of the group that carries data.
+Values that ranks exchange travel over a control group: gloo on CPU, made once for a set of ranks. A call comes before
+each of its collectives, so that none of them waits long: a slow rank 0 (a download, a slow disk) trips the timeout of
+no process group.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import pickle
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from metashard._compat import named_by_members
+from metashard._compat import default_store, named_by_members
 from metashard.errors import LayoutError, LoadError, MetaShardError
+from metashard.rollcall import RollCall, shared_store
+from metashard.watched import LeftError, run_watched
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Control groups by (default group, ranks, timeout): made once, as process groups are never freed before the end.
-_groups: dict[tuple[int, tuple[int, ...], float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+@dataclass(frozen=True)
+class Control:
+    """How a set of ranks talks: calls over the store, values over a gloo group of their own."""
+
+    world: dist.ProcessGroup
+    group: dist.ProcessGroup
+    calls: RollCall
+
+
+# By (default group, ranks, timeout): made once, as process groups are never freed before the end.
+_controls: dict[tuple[int, tuple[int, ...], float], Control] = {}
+_made: Counter[tuple[tuple[int, ...], float]] = Counter()
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -50,7 +66,11 @@ class Agreement:
     def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
-        self.group = _control_group(self.ranks, timeout)
+        self.control = _control(self.ranks, timeout)
+        self.group = self.control.group
+        self.now = "resolve"  # the phase, as far as it is known
+        self.broken = False  # set where a collective ends out of step: the others must be called back from it
+        self._raised: BaseException | None = None  # what the other ranks know already
 
     @property
     def leader(self) -> bool:
@@ -60,14 +80,14 @@ class Agreement:
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order. Pickled: for small Python objects only."""
         values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.group)
+        self._together(lambda: dist.all_gather_object(values, value, group=self.group))
         order = dist.get_process_group_ranks(self.group)  # ascending, which a mesh need not be
         return [values[order.index(rank)] for rank in self.ranks]
 
     def from_leader(self, value: T | None) -> T:
         """The leader's value on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        self._together(lambda: dist.broadcast_object_list(box, src=self.ranks[0], group=self.group))
         return box[0]  # type: ignore[return-value]
 
     @contextmanager
@@ -79,32 +99,66 @@ class Agreement:
                 untouched on the rank that got them; the others see it as that rank's failure.
         """
         original: BaseException | None = None
+        self.now = name
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised
+        except BaseException as error:  # told to the other ranks, then raised
+            if error is self._raised:  # by a phase inside of this one: all ranks are on their way out
+                raise
             original = error
-        failure = None if original is None else _as_typed(original, self.rank, name)
+        self._agree(name, original)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Whatever leaves the body by an error that the other ranks do not know yet is their error in the next call."""
         try:
-            failures = [f for f in self.gather(failure) if f is not None]
-        except RuntimeError as lost:
-            _forget(self.group)  # a group that has lost a member answers nobody any more
-            if original is not None:
-                raise original  # noqa: B904 - the first failure is the one to tell
-            raise LoadError(
-                f"Another rank left or hung in phase {name}: {lost}. Look at the first error in the other ranks' logs.",
-                rank=self.rank,
-                phase=name,
-            ) from lost
-        if not failures:
+            yield
+        except BaseException as error:
+            if error is not self._raised:
+                failure = _as_typed(error, self.rank, self.now)
+                with suppress(RuntimeError):  # no store: the others find out by themselves
+                    self.control.calls.tell(_word(failure), failed=True)
+                if isinstance(error, Exception) and error is not failure:
+                    raise failure from error
+            raise
+
+    def _agree(self, name: str, original: BaseException | None) -> None:
+        failure = None if original is None else _as_typed(original, self.rank, name)
+        cut_off, self.broken = self.broken or (original is not None and _is_cut_off(original)), False
+        verdict = self.control.calls.call(
+            b"" if failure is None else _word(failure, follows=original is not None and _is_cut_off(original)),
+            phase=name,
+            failed=failure is not None,
+            cut_off=cut_off,
+        )
+        if verdict.lost is not None or verdict.cut_off:
+            _forget(self.control)  # a group that has lost a member answers nobody any more
+        told = [pickle.loads(word) for word in verdict.words if word]
+        failures: list[MetaShardError] = [f for follows, f in told if not follows] or [f for _, f in told]
+        if not failures and verdict.lost is None:
             return
         if original is not None and not isinstance(original, Exception):
+            self._raised = original
             raise original
-        first = failures[0]
-        first.ranks = tuple(sorted({f.rank for f in failures if f.rank is not None}))
+        first = verdict.lost or failures[0]
+        if verdict.lost is None:
+            first.ranks = tuple(sorted({f.rank for f in failures if f.rank is not None}))
         if isinstance(original, MetaShardError) and first.rank == self.rank:
             original.ranks = first.ranks
-            raise original
-        raise first from original
+            first = original
+        self._raised = first
+        if first is original:
+            raise first
+        raise first from (original or first.__cause__)
+
+    def _together(self, collective: Callable[[], None]) -> None:
+        """A collective of the control group, once all ranks are there."""
+        self._agree(self.now, None)
+        try:
+            run_watched(lambda stop: collective(), self.control.calls, torch.device("cpu"))
+        except RuntimeError as error:
+            self._agree(self.now, error)
+            raise  # not reached: a failure of this rank is one of the failures
 
     def same(self, value: Any, *, what: str, phase: str) -> None:
         """Refuse values that differ between ranks.
@@ -120,7 +174,7 @@ class Agreement:
         at = next((i for i, (a, b) in enumerate(zip(values[0], values[rank], strict=False)) if a != b), 0)
         start = max(0, at - 60)
         expected, got = values[0][start : at + 60], values[rank][start : at + 60]
-        raise LayoutError(
+        self._raised = LayoutError(
             f"Ranks differ in {what}: rank 0 has ...{expected}..., rank {rank} has ...{got}... Give every rank the "
             "same; look for code that branches on the rank.",
             rank=rank,
@@ -128,6 +182,7 @@ class Agreement:
             expected=expected,
             got=got,
         )
+        raise self._raised
 
     def on_leader(self, name: str, make: Callable[[], T]) -> T:
         """Run `make` on the leader alone, as phase `name`; its value, or its failure, on every rank."""
@@ -170,30 +225,44 @@ def _as_typed(error: BaseException, rank: int, phase: str) -> MetaShardError:
     )
 
 
-def _control_group(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+def _word(failure: MetaShardError, *, follows: bool = False) -> bytes:
+    """A failure as it is told; `follows` that of another rank, which is the one to raise."""
+    return pickle.dumps((follows, failure))
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    """Whether a rank lost its connection to another one, rather than failed by itself."""
+    return isinstance(error, (dist.DistError, LeftError)) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _control(ranks: tuple[int, ...], timeout: float) -> Control:
     world = dist.group.WORLD
     if world is None:
         raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
-    for stale in [key for key, (of, _) in _groups.items() if of is not world]:
-        del _groups[stale]  # of a process group that was destroyed
+    for stale in [key for key, control in _controls.items() if control.world is not world]:
+        del _controls[stale]  # of a process group that was destroyed
     key = (id(world), ranks, timeout)
-    if key not in _groups:
-        try:
-            group = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
-        except RuntimeError as error:
+    if key not in _controls:
+        made, _made[ranks, timeout] = _made[ranks, timeout], _made[ranks, timeout] + 1
+        prefix = f"metashard/{hashlib.sha256(repr((ranks, timeout, made)).encode()).hexdigest()[:24]}"
+        rank = ranks.index(dist.get_rank())
+        calls = RollCall(shared_store(default_store()), prefix, rank=rank, size=len(ranks), timeout=timeout)
+        lost = calls.meet_neighbours()
+        if lost is not None:
             raise LoadError(
-                f"Not all ranks of the mesh came to the load within {timeout:g} s: {error}. Every rank of the mesh has "
-                "to call it.",
-                rank=ranks.index(dist.get_rank()),
+                f"{lost.message} Every rank of the mesh has to call the load.",
+                rank=lost.rank,
                 phase="resolve",
-            ) from error
-        _groups[key] = (world, group)
-    return _groups[key][1]
+                ranks=lost.ranks,
+            )
+        group = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
+        _controls[key] = Control(world, group, calls)
+    return _controls[key]
 
 
-def _forget(group: dist.ProcessGroup) -> None:
-    for key in [key for key, (_, held) in _groups.items() if held is group]:
-        del _groups[key]
+def _forget(control: Control) -> None:
+    for key in [key for key, held in _controls.items() if held is control]:
+        del _controls[key]
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> dist.ProcessGroup:

@@ -82,7 +82,7 @@ def load_component(
     dtype = _as_dtype(dtype)
     run = Run(mesh, shard, load)
     run.agreement.same((component, dtype, variant, revision), what="arguments", phase="resolve")
-    with run.recorder, run.prefetch:
+    with run.agreement.told(), run.recorder, run.prefetch:
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
         # On one host every byte will be read there. On several, a host reads its ranks' parts: nobody knows them yet.
@@ -179,7 +179,7 @@ def wrap_model(
             'verify="basic".',
             phase="resolve",
         )
-    with run.recorder:
+    with run.agreement.told(), run.recorder:
         report = _shard_and_fill(run, module, Supply("rank0", "a module built by the caller"))
     return (module, report) if output_loading_info else module
 

@@ -40,8 +40,9 @@ class Run:
         self.prefetch = Prefetch()
         # The comparison has a timeout of its own: ranks with other timeouts would make groups that never meet.
         first = Agreement(mesh_ranks(self.mesh), timeout=_FIRST_TIMEOUT)
-        first.same((self.load, self.shard.comparable()), what="policies", phase="resolve")
-        self.hosts = first.gather(socket.gethostname())
+        with first.told():
+            first.same((self.load, self.shard.comparable()), what="policies", phase="resolve")
+            self.hosts = first.gather(socket.gethostname())
         self.agreement = Agreement(mesh_ranks(self.mesh), timeout=self.load.timeout)
 
     @property

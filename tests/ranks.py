@@ -97,6 +97,7 @@ class Ranks:
         *args: Any,
         timeout: float = 60.0,
         return_exceptions: bool = False,
+        deaths: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls `fn(*args, **kwargs)` on every rank and returns the results in rank order.
@@ -106,6 +107,7 @@ class Ranks:
             timeout: Seconds until every rank must have answered; past it all workers are killed.
             return_exceptions: Wait for every rank and return what it raised in place of its result. Without it the
                 first exception is raised here, with the traceback of its rank as a note.
+            deaths: Some rank is meant to die: wait for the others, and return a RankDiedError in its place.
 
         Raises:
             RanksTimeoutError: A rank did not answer in time.
@@ -118,7 +120,7 @@ class Ranks:
             request = pickle.dumps((self._call, fn, args, kwargs))
             for connection in self._connections:
                 connection.send_bytes(request)
-            answers = self._gather(timeout, stop_at_exception=not return_exceptions)
+            answers = self._gather(timeout, stop_at_exception=not return_exceptions, deaths=deaths)
             failures = [answer[2] for answer in answers.values() if not answer[1]]
             healthy = len(answers) == self.world_size and (not failures or self._in_step())
         finally:
@@ -188,7 +190,9 @@ class Ranks:
             self._kill()
             raise failures[0]
 
-    def _gather(self, timeout: float, *, stop_at_exception: bool = True) -> dict[int, tuple[int, bool, Any]]:
+    def _gather(
+        self, timeout: float, *, stop_at_exception: bool = True, deaths: bool = False
+    ) -> dict[int, tuple[int, bool, Any]]:
         """Answers by rank: (call, ok, result or exception). Stops early, with fewer, after an exception and GRACE."""
         answers: dict[int, tuple[int, bool, Any]] = {}
         deadline = time.monotonic() + timeout
@@ -213,7 +217,10 @@ class Ranks:
                 except (EOFError, OSError):
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
-                    raise RankDiedError(f"rank {rank} of {self.world_size} died (exit code {code})") from None
+                    died = RankDiedError(f"rank {rank} of {self.world_size} died (exit code {code})")
+                    if not deaths:
+                        raise died from None
+                    answers[rank] = (self._call, False, died)
                 if not answers[rank][1] and stop_at_exception and not raised:
                     raised = True
                     deadline = min(deadline, time.monotonic() + GRACE)

@@ -226,7 +226,7 @@ def late_rank() -> str:
 
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(ranks2: Ranks) -> None:
     told = ranks2.run(late_rank, timeout=30)
-    assert "Another rank left or hung in phase fill" in told[0]
+    assert all("Rank 1 left the load: nothing was heard of it within 1 s" in text for text in told)
 
 
 @pytest.mark.parametrize("cls", [getattr(errors, name) for name in dir(errors) if name.endswith("Error")])
@@ -248,4 +248,4 @@ def test_users_can_catch_what_they_got_wrong_as_a_value_error() -> None:
 
 def test_no_process_group_is_a_clear_error() -> None:
     with pytest.raises(LoadError, match="init_process_group"):
-        agree._control_group((0,), 1.0)
+        agree._control((0,), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def fill(
         with _phase(job, "fill"):
             scratch = scratch_for(job)
         with _phase(job, "fill"):
-            share_replicated(file_targets, job, scratch)
+            job.together(lambda stop: share_replicated(file_targets, job, scratch))
         del scratch
     elif file_targets:
         assert headers is not None
@@ -72,9 +73,10 @@ def fill(
     with _phase(job, "buffers"):
         computed = _computed_on_rank0(module, slots, set(from_files))
         scratch = scratch_for(job)
+    flats = [t.flat for t in file_targets + memory_targets] + computed
     with _phase(job, "buffers"):
-        _from_rank0(computed, job, scratch)
-        _to_replicas([t.flat for t in file_targets + memory_targets] + computed, job, scratch)
+        job.together(lambda stop: _from_rank0(computed, job, scratch))
+        job.together(lambda stop: _to_replicas(flats, job, scratch))
 
 
 def comes_from_files(slots: Sequence[Slot], sources: Mapping[str, Entry]) -> list[str]:
@@ -126,7 +128,7 @@ def _send(targets: list[Target], source: Source, job: Job, crew: Sequence[int]) 
                 ready = prepare_exchange(part, job, crew, transport=transport) if job.reads else None
             with _phase(job, "fill"):
                 if ready is not None:
-                    ready.run(mine)
+                    job.together(partial(ready.run, mine))
 
 
 def _computed_on_rank0(module: nn.Module, slots: Sequence[Slot], from_files: set[str]) -> list[torch.Tensor]:

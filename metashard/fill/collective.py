@@ -2,12 +2,14 @@
 
 [Note: status word]
 A bucket ends with a status word. If the sender fails while it packs, it sends one more bucket that says so and stops;
-receivers see it and stop as well. If a receiver fails, it goes on receiving without unpacking. So no rank waits for one
-that has left, and the agreement at the end of the phase raises the same error everywhere.
+receivers see it and stop as well. If a receiver fails, it goes on receiving without unpacking and tells the others
+(see `metashard.watched`), so that the sender stops in the same way. So no rank waits for one that has left, and the
+agreement at the end of the phase raises the same error everywhere.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -86,45 +88,46 @@ class Exchange(NamedTuple):
     turns: list[torch.Tensor]
     scatter: bool
 
-    def run(self, source: Source | None) -> None:
-        """Send from `source`, or receive where it is None."""
+    def run(self, source: Source | None, stop: threading.Event) -> Exception | None:
+        """Send from `source`, or receive where it is None; ends early on all ranks once `stop` is set on any.
+
+        Returns:
+            Why this rank could not pack or unpack; the ranks are in step all the same.
+        """
         if not self.buckets:
-            return
+            return None
         if source is not None:
-            _Sender(self, source).run(self.buckets, self.turns)
-        else:
-            _Receiver(self).run(self.buckets, [turn[0] for turn in self.turns])
+            return _Sender(self, source, stop).run(self.buckets, self.turns)
+        return _Receiver(self, stop).run(self.buckets, [turn[0] for turn in self.turns])
 
 
 class _Sender:
-    def __init__(self, exchange: Exchange, source: Source) -> None:
-        self.targets, self.source, self.job = exchange.targets, source, exchange.job
+    def __init__(self, exchange: Exchange, source: Source, stop: threading.Event) -> None:
+        self.targets, self.source, self.job, self.stop = exchange.targets, source, exchange.job, stop
         self.scatter, self.all = exchange.scatter, len(exchange.crew) == len(exchange.job.shard_ranks)
         self.others = exchange.crew[1:]
         self.boxes = [{r: target.box_of(r) for r in self.others} for target in self.targets] if self.scatter else []
         self.error: Exception | None = None
 
-    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
+    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> Exception | None:
         last = {piece.item: number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
         travelling: list[list[dist.Work]] = [[] for _ in turns]
         for number, bucket in enumerate(buckets):
             turn = number % len(turns)
-            for work in travelling[turn]:
-                work.wait()
-            status = _OK
+            self.job.wait(travelling[turn])
+            status = _FAILED if self.stop.is_set() else _OK
             try:
-                self._pack(bucket, turns[turn])
-                for item in {piece.item for piece in bucket.pieces if last[piece.item] == number}:
-                    self.source.done(self.targets[item])
-            except Exception as error:  # noqa: BLE001 - raised after the others know
+                if status == _OK:
+                    self._pack(bucket, turns[turn])
+                    for item in {piece.item for piece in bucket.pieces if last[piece.item] == number}:
+                        self.source.done(self.targets[item])
+            except Exception as error:  # noqa: BLE001 - returned when the others know
                 self.error, status = error, _FAILED
             travelling[turn] = self._send(turns[turn][:, : bucket.nbytes + _STATUS_BYTES], status)
             if status != _OK:
                 break
-        for work in chain.from_iterable(travelling):
-            work.wait()
-        if self.error is not None:
-            raise self.error
+        self.job.wait(chain.from_iterable(travelling))
+        return self.error
 
     def _pack(self, bucket: Bucket, rows: torch.Tensor) -> None:
         parcels: list[Parcel] = []
@@ -169,17 +172,17 @@ class _Sender:
 
 
 class _Receiver:
-    def __init__(self, exchange: Exchange) -> None:
-        self.targets, self.job, self.scatter = exchange.targets, exchange.job, exchange.scatter
+    def __init__(self, exchange: Exchange, stop: threading.Event) -> None:
+        self.targets, self.job, self.scatter, self.stop = exchange.targets, exchange.job, exchange.scatter, stop
         self.src, self.all = exchange.crew[0], len(exchange.crew) == len(exchange.job.shard_ranks)
         self.error: Exception | None = None
 
-    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> None:
+    def run(self, buckets: Sequence[Bucket], turns: list[torch.Tensor]) -> Exception | None:
         coming = self._receive(turns[0], buckets[0])
         for number, bucket in enumerate(buckets):
             row = turns[number % len(turns)]
             if coming is not None:
-                coming.wait()
+                self.job.wait([coming])
             if int(row[bucket.nbytes]) != _OK:
                 break  # the sender tells why at the end of the phase
             ahead = number + 1 < len(buckets) and len(turns) > 1
@@ -188,12 +191,12 @@ class _Receiver:
             if self.error is None:
                 try:
                     self._unpack(bucket, row)
-                except Exception as error:  # noqa: BLE001 - raised when nothing is on its way any more
+                except Exception as error:  # noqa: BLE001 - returned when nothing is on its way any more
                     self.error = error
+                    self.stop.set()
             if number + 1 < len(buckets) and not ahead:
                 coming = self._receive(row, buckets[number + 1])
-        if self.error is not None:
-            raise self.error
+        return self.error
 
     def _receive(self, row: torch.Tensor, bucket: Bucket) -> dist.Work | None:
         row = row[: bucket.nbytes + _STATUS_BYTES]

@@ -227,11 +227,18 @@ class Reader:
 
         count = max(1, min(self.threads, len(reads)))
         workers = [threading.Thread(target=work, args=(n,), name=f"metashard-read-{n}") for n in range(1, count)]
-        for worker in workers:
-            worker.start()
-        work(0)
-        for worker in workers:
-            worker.join()
+        started: list[threading.Thread] = []
+        try:
+            for worker in workers:
+                worker.start()
+                started.append(worker)
+            work(0)
+            for worker in workers:
+                worker.join()
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C outside of `work`, or a thread that cannot be started
+            errors.append(error)
+            for worker in started:
+                worker.join()
         if errors:
             raise errors[0]
 

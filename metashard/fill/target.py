@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from metashard import _compat
 from metashard.agree import Agreement
 from metashard.fill.bytes import flat_local
 from metashard.fill.ledger import Ledger
@@ -17,6 +20,7 @@ from metashard.plan import Box, Sharding, whole
 from metashard.policy import LoadPolicy
 from metashard.report import Recorder
 from metashard.shard import local_box, sharding_of
+from metashard.watched import run_watched
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,32 @@ class Job:
         """Note that all of `view`, contiguous memory of a target, has its values; called by any thread."""
         self.ledger.wrote(view)
         self.advance(view.nbytes)
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for what travels as long as the load may take; point-to-point ones take no other timeout of a group."""
+        for work in works:
+            work.wait(timedelta(seconds=self.policy.timeout))
+
+    def together(self, collectives: Callable[[threading.Event], Exception | None]) -> None:
+        """Run collectives of the load's data groups, see `metashard.watched`.
+
+        Args:
+            collectives: Returns the failure of a rank that has kept in step with the others to the end. What it raises
+                has broken off the collectives: the other ranks are called back from them.
+        """
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+
+        def run(stop: threading.Event) -> Exception | None:
+            try:
+                return collectives(stop)
+            except Exception:
+                self.agreement.broken = True
+                raise
+
+        with _compat.patient_groups(groups, self.policy.timeout):
+            failure = run_watched(run, self.agreement.control.calls, self.device)
+        if failure is not None:
+            raise failure
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
