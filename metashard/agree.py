@@ -232,7 +232,9 @@ def _word(failure: MetaShardError, *, follows: bool = False) -> bytes:
 
 def _is_cut_off(error: BaseException) -> bool:
     """Whether a rank lost its connection to another one, rather than failed by itself."""
-    return isinstance(error, (dist.DistError, LeftError)) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    return isinstance(error, (dist.DistError, LeftError)) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 def _control(ranks: tuple[int, ...], timeout: float) -> Control:

@@ -21,6 +21,7 @@ from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
 from metashard.component import Component, resolve_component
 from metashard.errors import ComponentError, LayoutError, ShardError
 from metashard.fill.target import Job
+from metashard.hook import prepared
 from metashard.hub import fetch
 from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
@@ -28,7 +29,14 @@ from metashard.mapping import apply_dtypes, entries_by_identity
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, RankReport
 from metashard.run import Run
-from metashard.shard import allocate, average_replicated_grads, choose_groups, replicated_names, shard_module
+from metashard.shard import (
+    allocate,
+    average_replicated_grads,
+    choose_groups,
+    release,
+    replicated_names,
+    shard_module,
+)
 from metashard.shell import build_shell
 from metashard.strategy import build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
@@ -113,7 +121,7 @@ def load_component(
                 entries = entries_by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module, attributes=False)]  # `entries` goes by their identities
         with run.phase("prepare"):
-            module = _prepared(module, prepare, mapping, from_files=strategy != "rank0")
+            module = prepared(module, prepare, mapping.sources, from_files=strategy != "rank0")
         if lora is not None:
             from metashard.lora import inject
 
@@ -238,47 +246,6 @@ def _as_dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def _prepared(
-    module: nn.Module,
-    prepare: Callable[[nn.Module], nn.Module | None] | None,
-    mapping: EntryMapping,
-    *,
-    from_files: bool,
-) -> nn.Module:
-    """The module after the caller's hook.
-
-    Raises:
-        LayoutError: The hook has written or cast what is filled from the files after it: the change would be lost.
-    """
-    if prepare is None:
-        return module
-    known = {
-        s.fqn: (t, t.dtype, _version(t)) for s, t in named_slots(module, attributes=False) if s.tie in mapping.sources
-    }
-    made = prepare(module)
-    if made is not None and not isinstance(made, nn.Module):
-        raise TypeError(f"prepare returned {type(made).__name__}: expected a module, or None.")
-    after = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    for fqn, (before, dtype, version) in known.items() if from_files else ():
-        now = after.get(fqn)
-        if now is None or not now.is_meta or now.shape != before.shape:
-            continue
-        done = "cast" if now.dtype != dtype else "written" if now is before and _version(now) != version else None
-        if done is not None:
-            raise LayoutError(
-                f"prepare has {done} {fqn}, which gets its values from the files only afterwards. Do it after the load "
-                '(or give dtype=), or load with strategy="rank0", where the hook sees real values on rank 0.',
-                phase="prepare",
-                key=fqn,
-            )
-    return module if made is None else made
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written in place."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapping) -> dict[str, Entry]:
     """Name -> entry, after hooks and adapters.
 
@@ -337,18 +304,31 @@ def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
             real = {}
     placements = [(slot.fqn, slot.trait) for slot, _ in named_slots(module, attributes=False)]
     run.agreement.same(placements, what="the placements of parameters", phase="shard")
-    with run.phase("allocate"):
-        allocate(module, run.mesh, run.shard)
-    with _progress(run, module) as advance:
-        job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, supply.crew, advance)
-        fill.fill(module, slots, job, strategy=supply.strategy, sources=from_files, headers=supply.headers, real=real)
-    with run.phase("check"):
-        check_loaded(module, slots)
-        job.ledger.check(fill.to_fill(module, slots))
-        average_replicated_grads(module, run.mesh, ignored)
-        watch_adapters(module)
-    verified = _compare(run, module, slots, supply) if run.load.verify == "full" else None
-    return _report(run, module, supply, verified)
+    with _whole_or_empty(module):
+        with run.phase("allocate"):
+            allocate(module, run.mesh, run.shard)
+        with _progress(run, module) as advance:
+            job = Job(run.mesh, run.device, run.agreement, run.load, run.recorder, supply.folder, supply.crew, advance)
+            fill.fill(
+                module, slots, job, strategy=supply.strategy, sources=from_files, headers=supply.headers, real=real
+            )
+        with run.phase("check"):
+            check_loaded(module, slots)
+            job.ledger.check(fill.to_fill(module, slots))
+            average_replicated_grads(module, run.mesh, ignored)
+            watch_adapters(module)
+        verified = _compare(run, module, slots, supply) if run.load.verify == "full" else None
+        return _report(run, module, supply, verified)
+
+
+@contextmanager
+def _whole_or_empty(module: nn.Module) -> Iterator[None]:
+    """Leave no memory that is filled by half in a module that the caller, a hook or a traceback may still hold."""
+    try:
+        yield
+    except BaseException:
+        release(module)
+        raise
 
 
 def _compare(run: Run, module: nn.Module, slots: list[Slot], supply: Supply) -> Comparison:

@@ -188,7 +188,11 @@ class Recorder:
             memory.reset_peak_memory_stats()
             self._start_device = memory.memory_allocated()
         self._sampler = threading.Thread(target=self._sample, name="metashard-memory", daemon=True)
-        self._sampler.start()
+        try:
+            self._sampler.start()
+        except BaseException:
+            self._stop.set()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -340,6 +340,20 @@ def allocate(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
         set_tensor(module, slot.fqn, plain[slot.tie])
 
 
+def release(module: nn.Module) -> None:
+    """Put every parameter and registered buffer on meta: a load has failed, and what is in them is worth nothing."""
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device="meta")
+        local = torch.empty_like(tensor.to_local(), device="meta")
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    _compat.apply_to_tensors(module, emptied)
+
+
 def sharding_of(tensor: torch.Tensor) -> tuple[Sharding, DeviceMesh | None]:
     """How a parameter is laid over its mesh, as pure data; (replicated, None) for a plain tensor."""
     if not isinstance(tensor, DTensor):

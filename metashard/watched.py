@@ -66,13 +66,15 @@ def run_watched(work: Callable[[threading.Event], T], others: Others, device: to
             errors.append(error)
 
     thread = threading.Thread(target=run, name="metashard-exchange", daemon=True)
-    thread.start()
     try:
+        thread.start()
         _wait(thread, stop, others)
     except LeftError:
         raise
     except BaseException:
         stop.set()
+        if thread not in threading.enumerate() and thread.ident is None:  # interrupted before it was started
+            thread.start()
         _wait(thread, stop, others)
         raise
     if errors:
@@ -83,8 +85,11 @@ def run_watched(work: Callable[[threading.Event], T], others: Others, device: to
 def _wait(thread: threading.Thread, stop: threading.Event, others: Others) -> None:
     told, leave_at = False, float("inf")
     while True:
-        thread.join(_POLL_SECONDS)
-        if not thread.is_alive():
+        if thread.is_alive():
+            thread.join(_POLL_SECONDS)
+        elif thread in threading.enumerate():  # about to start: its start was interrupted
+            time.sleep(0.001)
+        if thread not in threading.enumerate():
             return
         if leave_at == float("inf") and others.over():
             leave_at = time.monotonic() + _LEAVE_SECONDS

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
+import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from metashard import agree, errors
+from metashard import agree, errors, rollcall
 from metashard.agree import Agreement
 from metashard.errors import CheckpointError, LayoutError, LoadError, MetaShardError, ShardError
 
-from .ranks import Ranks
+from .ranks import RankDiedError, Ranks
 
 ATTRIBUTES = ("message", "rank", "phase", "file", "key", "expected", "got", "ranks")
 
@@ -227,6 +231,146 @@ def late_rank() -> str:
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(ranks2: Ranks) -> None:
     told = ranks2.run(late_rank, timeout=30)
     assert all("Rank 1 left the load: nothing was heard of it within 1 s" in text for text in told)
+
+
+def late_then_again() -> list[Any]:
+    """A timeout in one phase, then the same ranks with the same timeout: a phase, a value of each, another failure."""
+    seen: list[Any] = [late_rank()]
+    time.sleep(3 if dist.get_rank() == 0 else 0.5)  # both are out of it
+    dist.barrier()
+    run = agreement(timeout=1)
+    with run.phase("plan"):
+        pass
+    seen.append(run.gather(run.rank))
+    try:
+        with run.phase("check"):
+            if run.rank == 1:
+                raise ShardError("again")
+    except ShardError as error:
+        seen.append((error.phase, error.rank))
+    return seen
+
+
+def test_ranks_agree_again_after_one_was_given_up(ranks2: Ranks) -> None:
+    first, second = ranks2.run(late_then_again, timeout=60)
+    assert first == second
+    assert first[0].startswith("Rank 1 left the load")
+    assert first[1:] == [[0, 1], ("check", 1)]
+
+
+def dies(kind: str) -> dict[str, Any] | str:
+    """Rank 1 of 4 is killed in its phase, or on its way into a collective of the control group."""
+    run = agreement(timeout=60)
+    start = time.monotonic()
+    try:
+        if kind == "phase":
+            with run.phase("build"):
+                if run.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            if run.rank == 1:
+                collective = dist.all_gather_object
+                dist.all_gather_object = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+                assert collective is not dist.all_gather_object
+            with run.phase("plan"):
+                run.gather("x" * 100)
+    except LoadError as error:
+        return {"text": str(error), "rank": error.rank, "ranks": error.ranks, "soon": time.monotonic() - start < 20}
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("phase", "build"), ("gather", "plan")])
+def test_a_rank_that_is_killed_is_named_on_every_other_long_before_the_timeout(kind: str, phase: str) -> None:
+    with Ranks(4) as ranks:
+        told = ranks.run(dies, kind, timeout=60, return_exceptions=True, deaths=True)
+    assert isinstance(told.pop(1), RankDiedError)
+    assert told[0] == told[1] == told[2]
+    assert told[0]["text"].startswith("Rank 1 left the load: the process has ended")
+    assert (told[0]["rank"], told[0]["ranks"], told[0]["soon"]) == (1, (1,), True)
+    assert f"phase {phase}" in told[0]["text"]
+
+
+def cut_off_from() -> tuple[str, int | None]:
+    """Rank 2 ends where nobody can see its process: as on a host of its own."""
+    run = agreement(timeout=40)
+    run.control.calls._hosts = {}
+    try:
+        with run.phase("fill"):
+            if run.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+    except LoadError as error:
+        return error.message, error.rank
+    return "nothing", None
+
+
+def test_a_rank_that_closed_its_connections_is_named_where_nobody_sees_its_process() -> None:
+    with Ranks(3) as ranks:
+        told = ranks.run(cut_off_from, timeout=60, return_exceptions=True, deaths=True)
+    assert told[0] == told[1]
+    assert told[0][0].startswith("Rank 2 left the load: the connection is closed")
+    assert told[0][1] == 2
+
+
+def slow_with_log() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("metashard").addHandler(handler)
+    try:
+        run = agreement(timeout=30)
+        with mock.patch.object(rollcall, "_SAY_AFTER", 0.5), run.phase("build"):
+            if run.rank == 0:
+                time.sleep(3)
+    finally:
+        logging.getLogger("metashard").removeHandler(handler)
+    return records
+
+
+def test_the_log_says_who_is_waited_for_and_in_which_phase(ranks2: Ranks) -> None:
+    told = ranks2.run(slow_with_log)
+    assert told[0] == []
+    assert 2 <= len(told[1]) <= 3  # after 0.5, 1 and 2 s
+    assert told[1][0].startswith("Phase build: waiting for rank 0 since")
+
+
+def keys_left() -> int:
+    run = agreement(timeout=25)
+    store = run.control.calls.store
+    counts = []
+    for _ in range(5):
+        for _ in range(10):
+            with run.phase("build"):
+                pass
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts[-1] - counts[0]
+
+
+def test_keys_in_the_store_do_not_pile_up(ranks2: Ranks) -> None:
+    assert all(grown <= 4 for grown in ranks2.run(keys_left))
+
+
+def outside_of_phases() -> tuple[str, int | None, str | None]:
+    run = agreement()
+    try:
+        with run.told():
+            with run.phase("plan"):
+                pass
+            if run.rank == 1:
+                raise KeyError("between two phases")
+            with run.phase("shard"):
+                pass
+    except LoadError as error:
+        return error.message, error.rank, None if error.__cause__ is None else type(error.__cause__).__name__
+    return "nothing", None, None
+
+
+def test_an_error_between_two_phases_is_told_in_the_next_one(ranks2: Ranks) -> None:
+    message = "KeyError: 'between two phases'"
+    assert ranks2.run(outside_of_phases) == [(message, 1, None), (message, 1, "KeyError")]
+    assert ranks2.run(two_phases) == [["headers 0", "plan 1", "0", "10"]] * 2  # still in step
 
 
 @pytest.mark.parametrize("cls", [getattr(errors, name) for name in dir(errors) if name.endswith("Error")])

@@ -39,7 +39,7 @@ class Prefetch:
     def stop(self) -> None:
         """End it."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # not if its start was interrupted
             self._thread.join()
 
     def _run(self, files: list[tuple[Path, int]]) -> None:

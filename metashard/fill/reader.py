@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,18 +228,16 @@ class Reader:
 
         count = max(1, min(self.threads, len(reads)))
         workers = [threading.Thread(target=work, args=(n,), name=f"metashard-read-{n}") for n in range(1, count)]
-        started: list[threading.Thread] = []
         try:
             for worker in workers:
                 worker.start()
-                started.append(worker)
             work(0)
             for worker in workers:
                 worker.join()
         except BaseException as error:  # noqa: BLE001 - Ctrl-C outside of `work`, or a thread that cannot be started
             errors.append(error)
-            for worker in started:
-                worker.join()
+            while any(worker in threading.enumerate() for worker in workers):  # one half started cannot be joined
+                time.sleep(0.001)
         if errors:
             raise errors[0]
 
