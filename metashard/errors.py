@@ -16,8 +16,8 @@ class MetaShardError(Exception):
     Args:
         message: What is wrong and what to do about it, as a colleague would say it.
         rank: Rank (in the mesh) where it happened; None where there is no process group.
-        phase: Step of the load: "resolve", "headers", "build", "prepare", "adapters", "agree", "shard", "plan",
-            "fill", "check", "verify".
+        phase: Step of the load: "resolve", "headers", "import", "build", "plan", "prepare", "adapters", "agree",
+            "shard", "allocate", "fill", "buffers", "check", "verify".
         file: Path of the file concerned.
         key: Name of the tensor or parameter concerned.
         expected: What was expected, as a short text or value.

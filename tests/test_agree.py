@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import pickle
-import signal
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from metashard import agree, errors, rollcall
+from metashard import agree, errors
 from metashard.agree import Agreement
 from metashard.errors import CheckpointError, LayoutError, LoadError, MetaShardError, ShardError
 
-from .ranks import RankDiedError, Ranks
+from .ranks import Ranks
 
 ATTRIBUTES = ("message", "rank", "phase", "file", "key", "expected", "got", "ranks")
 
@@ -256,100 +252,6 @@ def test_ranks_agree_again_after_one_was_given_up(ranks2: Ranks) -> None:
     assert first == second
     assert first[0].startswith("Rank 1 left the load")
     assert first[1:] == [[0, 1], ("check", 1)]
-
-
-def dies(kind: str) -> dict[str, Any] | str:
-    """Rank 1 of 4 is killed in its phase, or on its way into a collective of the control group."""
-    run = agreement(timeout=60)
-    start = time.monotonic()
-    try:
-        if kind == "phase":
-            with run.phase("build"):
-                if run.rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            if run.rank == 1:
-                collective = dist.all_gather_object
-                dist.all_gather_object = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-                assert collective is not dist.all_gather_object
-            with run.phase("plan"):
-                run.gather("x" * 100)
-    except LoadError as error:
-        return {"text": str(error), "rank": error.rank, "ranks": error.ranks, "soon": time.monotonic() - start < 20}
-    return "nothing"
-
-
-@pytest.mark.parametrize(("kind", "phase"), [("phase", "build"), ("gather", "plan")])
-def test_a_rank_that_is_killed_is_named_on_every_other_long_before_the_timeout(kind: str, phase: str) -> None:
-    with Ranks(4) as ranks:
-        told = ranks.run(dies, kind, timeout=60, return_exceptions=True, deaths=True)
-    assert isinstance(told.pop(1), RankDiedError)
-    assert told[0] == told[1] == told[2]
-    assert told[0]["text"].startswith("Rank 1 left the load: the process has ended")
-    assert (told[0]["rank"], told[0]["ranks"], told[0]["soon"]) == (1, (1,), True)
-    assert f"phase {phase}" in told[0]["text"]
-
-
-def cut_off_from() -> tuple[str, int | None]:
-    """Rank 2 ends where nobody can see its process: as on a host of its own."""
-    run = agreement(timeout=40)
-    run.control.calls._hosts = {}
-    try:
-        with run.phase("fill"):
-            if run.rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.barrier()
-    except LoadError as error:
-        return error.message, error.rank
-    return "nothing", None
-
-
-def test_a_rank_that_closed_its_connections_is_named_where_nobody_sees_its_process() -> None:
-    with Ranks(3) as ranks:
-        told = ranks.run(cut_off_from, timeout=60, return_exceptions=True, deaths=True)
-    assert told[0] == told[1]
-    assert told[0][0].startswith("Rank 2 left the load: the connection is closed")
-    assert told[0][1] == 2
-
-
-def slow_with_log() -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("metashard").addHandler(handler)
-    try:
-        run = agreement(timeout=30)
-        with mock.patch.object(rollcall, "_SAY_AFTER", 0.5), run.phase("build"):
-            if run.rank == 0:
-                time.sleep(3)
-    finally:
-        logging.getLogger("metashard").removeHandler(handler)
-    return records
-
-
-def test_the_log_says_who_is_waited_for_and_in_which_phase(ranks2: Ranks) -> None:
-    told = ranks2.run(slow_with_log)
-    assert told[0] == []
-    assert 2 <= len(told[1]) <= 3  # after 0.5, 1 and 2 s
-    assert told[1][0].startswith("Phase build: waiting for rank 0 since")
-
-
-def keys_left() -> int:
-    run = agreement(timeout=25)
-    store = run.control.calls.store
-    counts = []
-    for _ in range(5):
-        for _ in range(10):
-            with run.phase("build"):
-                pass
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts[-1] - counts[0]
-
-
-def test_keys_in_the_store_do_not_pile_up(ranks2: Ranks) -> None:
-    assert all(grown <= 4 for grown in ranks2.run(keys_left))
 
 
 def outside_of_phases() -> tuple[str, int | None, str | None]:

@@ -291,6 +291,34 @@ def test_a_module_filled_by_half_is_left_empty(ranks2: Ranks, saved: str, target
         assert real == []
 
 
+def timed_out(folder: str) -> tuple[Any, list[str]]:
+    """Rank 1 stays in the hook for longer than the load's timeout; then the same load again."""
+    expected = reference(zoo.CASES[NAME], Path(folder), BF16)
+    policy = metashard.LoadPolicy(strategy="direct", timeout=3)
+
+    def hook(module: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(5)
+
+    raised: Any = None
+    try:
+        metashard.load_component(folder, mesh=cpu_mesh(), dtype=BF16, load=policy, prepare=hook)
+    except metashard.LoadError as error:
+        raised = error.message, error.rank, error.phase
+    dist.barrier()
+    return raised, differences(metashard.load_component(folder, mesh=cpu_mesh(), dtype=BF16, load=policy), expected)
+
+
+def test_the_same_ranks_load_again_after_a_timeout(ranks2: Ranks, saved: str) -> None:
+    starts = max(ranks2.starts, 1)
+    first, second = ranks2.run(timed_out, saved, timeout=90)
+    assert first == second
+    (message, *where), found = first
+    assert message.startswith("Rank 1 left the load: nothing was heard of it within 3 s")
+    assert (where, found) == ([1, "prepare"], [])
+    assert ranks2.starts == starts
+
+
 # --- what a hook may do
 
 

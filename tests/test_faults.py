@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import Ranks
-from tools.fault_matrix import KINDS, LAST, POINTS, WAYS, WORLD, Cell, Matrix, all_cells, judge, save_checkpoint
+from tools.fault_matrix import Matrix, judge, save_checkpoint
+from tools.fault_points import KINDS, LAST, POINTS, WAYS, WORLD, Cell, all_cells
 
 CELLS = [
     Cell("resolve", 0, "direct", "exception"),
