@@ -114,12 +114,12 @@ class Agreement:
         try:
             yield
         except BaseException as error:
-            if error is not self._raised:
-                failure = _as_typed(error, self.rank, self.now)
-                with suppress(RuntimeError):  # no store: the others find out by themselves
-                    self.control.calls.tell(_word(failure), failed=True)
-                if isinstance(error, Exception) and error is not failure:
-                    raise failure from error
+            if error is self._raised:
+                raise
+            if isinstance(error, Exception):
+                self._agree(self.now, error)  # raises
+            with suppress(RuntimeError):  # no store: the others find out by themselves
+                self.control.calls.tell(_word(_as_typed(error, self.rank, self.now)), failed=True)
             raise
 
     def _agree(self, name: str, original: BaseException | None) -> None:

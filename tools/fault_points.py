@@ -82,7 +82,8 @@ def _fewer_blocks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _other_order(original: Callable[..., Any], module: Any, agreement: Any) -> Any:
-    module._modules = dict(reversed(module._modules.items()))
+    many = next(sub for sub in module.modules() if len(sub._modules) > 2)  # an adapter has wrapped the module
+    many._modules = dict(reversed(many._modules.items()))
     return original(module, agreement)
 
 
