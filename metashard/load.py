@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -327,7 +327,8 @@ def _whole_or_empty(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        release(module)
+        with suppress(Exception):  # a module that is out of order: what is wrong with it is on its way already
+            release(module)
         raise
 
 

@@ -290,6 +290,7 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, por
     for category in (DeprecationWarning, FutureWarning):  # as pytest's own filters, which do not reach this process
         warnings.filterwarnings("error", category=category, module="metashard")
     faulthandler.enable()  # a crash in native code leaves every thread's stack in the test's output
+    gc.freeze()  # what the libraries hold is not looked through again at each collection
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         torch.set_num_threads(1)
