@@ -28,10 +28,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # FSDP over tensor parallel gives this placement; it is needed to read the layout of such a parameter.
 from torch.distributed.tensor.placement_types import _StridedShard
 
+# Sees every operator that runs, by whatever alias of a tensor it is called: a hook's writes (see hook.py).
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "FSDPMeshInfo",
     "HSDPMeshInfo",
     "ShardPlacementResult",
+    "TorchDispatchMode",
     "_StridedShard",
     "apply_to_tensors",
     "compute_local_shape_and_global_offset",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from metashard._compat import TorchDispatchMode
 from metashard.errors import LayoutError
 from metashard.layout import named_slots
 
