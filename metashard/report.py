@@ -174,6 +174,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.phases: dict[str, float] = {}
+        self._running: set[str] = set()
         self.counts = RankReport()
         self._device = device
         self._start_host = self._peak_host = 0
@@ -206,11 +207,16 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the body as phase `name`; bodies of one name add up."""
+        """Time the body as phase `name`; bodies of one name add up, one inside of another counts once."""
+        if name in self._running:
+            yield
+            return
+        self._running.add(name)
         start = time.perf_counter()
         try:
             yield
         finally:
+            self._running.remove(name)
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def add(self, **counts: int) -> None:

@@ -138,3 +138,14 @@ def test_the_sampling_thread_ends_with_the_load() -> None:
         assert recorder._sampler is not None
         assert recorder._sampler.is_alive()
     assert not recorder._sampler.is_alive()
+
+
+def test_a_phase_inside_of_itself_counts_once(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("metashard.report.time.perf_counter", lambda: float(next(clock)))
+    recorder = Recorder(torch.device("cpu"))
+    with recorder.phase("fill"), recorder.phase("fill"):
+        pass
+    with recorder.phase("fill"):
+        pass
+    assert recorder.phases == {"fill": 2.0}
