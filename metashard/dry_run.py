@@ -29,9 +29,9 @@ from metashard.load_plan import GroupPlan, LoadPlan, RankPlan
 from metashard.mapping import apply_dtypes, entries_by_identity
 from metashard.plan import Sharding
 from metashard.policy import LoadPolicy, ShardPolicy
-from metashard.shard import choose_groups, group_of, pinned_names, replicated_names
+from metashard.shard import asked_to_ignore, choose_groups, group_of, pinned_names, replicated_names
 from metashard.shell import build_shell
-from metashard.strategy import build_dtype, map_or_refuse
+from metashard.strategy import ASKED_FOR, build_dtype, map_or_refuse
 
 SMALL_READ_BYTES = 1 << 20  # shorter reads cost the storage more than their bytes
 
@@ -116,7 +116,7 @@ def plan_load(
         files=len(found.files),
         dtype_counts=dict(sorted(Counter(str(t.slot.dtype).removeprefix("torch.") for t in targets).items())),
         strategy=chosen,
-        reason="asked for" if load.strategy != "auto" else obstacle or easy,
+        reason=ASKED_FOR if load.strategy != "auto" else obstacle or easy,
         ranks=strategies,
         groups=groups,
         warnings=_warnings(found, strategies, groups, shape),
@@ -155,7 +155,7 @@ def _targets(
 ) -> list[_Target]:
     """Everything that is registered, once, and how it is cut."""
     slots = named_slots(module, attributes=False)
-    replicated = replicated_names([slot for slot, _ in slots], {str(item) for item in policy.ignored_params or ()})
+    replicated = replicated_names([slot for slot, _ in slots], asked_to_ignore(module, policy))
     ranks = shape[-1]
     found: list[_Target] = []
     for slot, tensor in slots:

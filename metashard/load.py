@@ -19,7 +19,7 @@ from metashard import fill
 from metashard.adapter_checks import watch_adapters
 from metashard.checkpoint import Checkpoint, Entry, read_checkpoint
 from metashard.component import Component, resolve_component
-from metashard.errors import ComponentError, LayoutError, ShardError
+from metashard.errors import ComponentError, LayoutError
 from metashard.fill.target import Job
 from metashard.hook import prepared
 from metashard.hub import fetch
@@ -31,6 +31,7 @@ from metashard.report import Comparison, LoadReport, RankReport
 from metashard.run import Run
 from metashard.shard import (
     allocate,
+    asked_to_ignore,
     average_replicated_grads,
     choose_groups,
     release,
@@ -287,7 +288,7 @@ class Supply:
 def _shard_and_fill(run: Run, module: nn.Module, supply: Supply) -> LoadReport:
     """From a module that is a shell, or real on rank 0, to checked shards."""
     with run.phase("agree"):
-        asked = _asked_to_ignore(module, run.shard)
+        asked = asked_to_ignore(module, run.shard)
     with run.phase("agree"):
         slots = agree_on_layout(module, run.agreement)
         check_shell(module, run.agreement)
@@ -345,22 +346,6 @@ def _compare(run: Run, module: nn.Module, slots: list[Slot], supply: Supply) -> 
             agreement=run.agreement,
             staging_bytes=run.load.staging_bytes,
         )
-
-
-def _asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
-    """FQNs of the parameters that the policy names, by FQN or by object."""
-    asked = tuple(policy.ignored_params or ())
-    given = {id(item) for item in asked}
-    slots = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.kind == "parameter"]
-    names = {item for item in asked if isinstance(item, str)} | {s.fqn for s, tensor in slots if id(tensor) in given}
-    unknown = sorted(names - {slot.fqn for slot, _ in slots})
-    if unknown:
-        raise ShardError(
-            f"ignored_params names {unknown[0]}, which is no parameter of {type(module).__name__}.",
-            phase="agree",
-            key=unknown[0],
-        )
-    return names
 
 
 def _check_sources(slots: list[Slot], sources: Mapping[str, Entry]) -> None:

@@ -50,7 +50,7 @@ class LoadPlan:
         checkpoint_bytes: Weight bytes of the component's files.
         files: How many files.
         dtype_counts: Parameters and buffers by dtype.
-        strategy: What `auto` takes where every rank sees the files.
+        strategy: The one that was asked for, or what `auto` takes where every rank sees the files.
         reason: Why.
         ranks: Strategy -> one entry a rank, in row-major order of the mesh. Only the strategies that are possible.
         groups: The FSDP groups, in the order in which they are made.

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from metashard.load_plan import LoadPlan
 from metashard.report import size_text
+from metashard.strategy import ASKED_FOR
 
 _FIGURES = {
     "bytes_read": "read",
@@ -33,7 +34,8 @@ def print_plan(plan: LoadPlan, *, storage_gbps: float | None, network_gbps: floa
     files = f"{size_text(plan.checkpoint_bytes)} in {plan.files} file{'s' if plan.files > 1 else ''}"
     console.print(f"{plan.class_name}: {files}; {', '.join(f'{n} {dtype}' for dtype, n in plan.dtype_counts.items())}")
     console.print(f"mesh {'x'.join(map(str, plan.mesh_shape))} of {plan.device_type}, transport {plan.transport}")
-    console.print(f"auto takes {plan.strategy}: {plan.reason}")
+    who = "strategy" if plan.reason == ASKED_FOR else "auto takes"
+    console.print(f"{who} {plan.strategy}: {plan.reason}")
     console.print(_strategies(plan, storage_gbps, network_gbps))
     console.print(_groups(plan))
     for text in plan.warnings:

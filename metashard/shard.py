@@ -175,6 +175,22 @@ def choose_groups(module: nn.Module, policy: ShardPolicy) -> list[str]:
     return find_blocks(module, policy.wrap)
 
 
+def asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
+    """FQNs of the parameters that the policy names, by FQN or by object."""
+    asked = tuple(policy.ignored_params or ())
+    given = {id(item) for item in asked}
+    slots = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.kind == "parameter"]
+    names = {item for item in asked if isinstance(item, str)} | {s.fqn for s, tensor in slots if id(tensor) in given}
+    unknown = sorted(names - {slot.fqn for slot, _ in slots})
+    if unknown:
+        raise ShardError(
+            f"ignored_params names {unknown[0]}, which is no parameter of {type(module).__name__}.",
+            phase="agree",
+            key=unknown[0],
+        )
+    return names
+
+
 def replicated_names(slots: Iterable[Slot], asked: set[str]) -> set[str]:
     """FQNs of all parameters that stay replicated: those asked for, 0-d ones (FSDP cannot shard them), ties."""
     parameters = [slot for slot in slots if slot.kind == "parameter"]

@@ -21,6 +21,8 @@ from metashard.policy import LoadPolicy
 from metashard.run import Run
 from metashard.weight_files import CONFIG
 
+ASKED_FOR = "asked for"  # the reason where a caller names the strategy
+
 
 def build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype that the library builds under; transformers' "auto" is the config's, else the first float weight's."""
@@ -63,7 +65,7 @@ def choose_strategy(
                 expected="one entry for every parameter",
                 got=obstacle,
             )
-        return "rank0", "asked for" if asked == "rank0" else obstacle, ()
+        return "rank0", ASKED_FOR if asked == "rank0" else obstacle, ()
     assert headers is not None
     visible = run.agreement.gather(_sees(folder, headers))
     blind = [rank for rank, sees in enumerate(visible) if not sees]
@@ -80,7 +82,7 @@ def choose_strategy(
             phase="plan",
             file=str(folder),
         )
-    return asked, "asked for", crew
+    return asked, ASKED_FOR, crew
 
 
 def crew_of(run: Run, sees: Sequence[bool]) -> tuple[int, ...]:
@@ -93,10 +95,8 @@ def crew_of(run: Run, sees: Sequence[bool]) -> tuple[int, ...]:
         run: The load.
         sees: Whether a rank sees the files, by rank in the load.
     """
-    host, seeing = (
-        dict(zip(run.agreement.ranks, run.hosts, strict=True)),
-        dict(zip(run.agreement.ranks, sees, strict=True)),
-    )
+    host = dict(zip(run.agreement.ranks, run.hosts, strict=True))
+    seeing = dict(zip(run.agreement.ranks, sees, strict=True))
     group = dist.get_process_group_ranks(run.mesh.get_group(run.mesh.ndim - 1))
     if {host[rank] for rank in group if seeing[rank]} != {host[rank] for rank in group}:
         return tuple(group)

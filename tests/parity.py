@@ -44,19 +44,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    # Gather bytes: all-gather does not take every dtype, and full_tensor() goes through it.
-    local = tensor.to_local()
-    return tensor.full_tensor() if local.dtype not in _BYTES_ONLY else _gather_bytes(tensor)
-
-
-_BYTES_ONLY = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _gather_bytes(tensor: DTensor) -> torch.Tensor:
-    raw = DTensor.from_local(
-        tensor.to_local().view(torch.uint8), tensor.device_mesh, tensor.placements, run_check=False
-    )
-    return raw.full_tensor().view(tensor.dtype)
+    return tensor.full_tensor()
 
 
 def differences(loaded: nn.Module, expected: nn.Module) -> list[str]:

@@ -129,6 +129,9 @@ def test_a_plan_refuses_what_a_load_refuses(folder, tmp_path):
         metashard.plan_load(folder("SD3Transformer2DModel"), mesh_shape=(0,))
     with pytest.raises(metashard.ComponentError):
         metashard.plan_load(tmp_path, world_size=2)
+    unknown = metashard.ShardPolicy(ignored_params=["no_such.weight"])
+    with pytest.raises(metashard.ShardError, match="no parameter"):
+        metashard.plan_load(folder("SD3Transformer2DModel"), world_size=2, shard=unknown)
 
 
 def test_the_command_prints_tables_or_json(folder, capsys):
