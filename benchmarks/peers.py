@@ -1,4 +1,4 @@
-"""The ways to load a model into FSDP2 shards that are compared: the public flows, the raw floor, and ours.
+"""The ways to load a model into FSDP2 shards that are compared: the public flows, and ours.
 
 Each is `flow(path, component, mesh, dtype)` and returns the sharded module (ours with its report). All cut the model
 into the same FSDP groups. Public flows are run as their own documentation runs them; where one cannot load a model that
@@ -10,17 +10,12 @@ Importing this module imports all that the flows need, so no import is on the cl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
-import math
-import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import init_empty_weights
 from accelerate.utils import fsdp2_load_full_state_dict
-from harness import NotAvailableError
+from runs import NotAvailableError
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -50,8 +45,6 @@ with contextlib.suppress(Exception):
     import metashard
 
     metashard.load_component  # noqa: B018
-
-MIB = 1 << 20
 
 
 # ---- what the flows share -------------------------------------------------------------------------------------------
@@ -102,10 +95,11 @@ def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def compute_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank's shards."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).currentcompute_device())
 
 
 def _buffers_to(module: nn.Module, device: torch.device) -> None:
@@ -220,7 +214,7 @@ def _without_fp32_pins(cls: type[Any]) -> Iterator[None]:
 def all_load(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     """Every rank loads all of the model, then shards it."""
     module = shard_blocks(from_pretrained(path, component, dtype), mesh)
-    _buffers_to(module, _device(mesh))
+    _buffers_to(module, compute_device(mesh))
     return module
 
 
@@ -239,7 +233,7 @@ def rank0_broadcast(path: Path, component: str | None, mesh: DeviceMesh, dtype: 
     shard_blocks(module, mesh)
     # Buffers first: torch takes the device of the broadcast from what is not on meta. Persistent ones are in the state
     # dict and come from rank 0; the others were computed on every rank.
-    _buffers_to(module, _device(mesh))
+    _buffers_to(module, compute_device(mesh))
     set_model_state_dict(module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return module
 
@@ -253,7 +247,7 @@ def dcp_reader(
         thread_count: Files read at a time by a rank; 1 is torch's default.
     """
     module = shard_blocks(build_shell(path, component, dtype), mesh)
-    device = _device(mesh)
+    device = compute_device(mesh)
     # Module.to_empty would empty the computed buffers too.
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     # A checkpoint holds a tied tensor under one of its names only.
@@ -277,7 +271,7 @@ def accelerate_full(path: Path, component: str | None, mesh: DeviceMesh, dtype: 
         # Dtypes as on rank 0: accelerate receives into what the shell says.
         module = build_shell(path, component, dtype)
     shard_blocks(module, mesh)
-    device = _device(mesh)
+    device = compute_device(mesh)
     # It takes every tensor of the state dict for a sharded one, so a persistent buffer stops it: those are sent apart.
     buffers = _hide_persistent_buffers(module)
     # It looks the parameter up by this method of transformers; without it, its fallback fails on names without a dot.
@@ -303,145 +297,6 @@ def _hide_persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, st
                 hidden[f"{prefix}.{short}".lstrip(".")] = (sub, short)
                 sub._non_persistent_buffers_set.add(short)
     return hidden
-
-
-# ---- the raw floor --------------------------------------------------------------------------------------------------
-
-_libc = ctypes.CDLL(None)
-_HUGE = 2 * MIB
-_BLOCK = 4096  # what O_DIRECT wants addresses, offsets and lengths to be multiples of
-
-
-@dataclass
-class Floor:
-    """Not a load: each of N ranks reads its 1/N of the bytes into fresh memory of the size that a load ends up with.
-
-    Bytes beyond that size (a checkpoint in a wider dtype than the model's) go to a buffer that is used again; memory
-    beyond the bytes (replicated tensors) is written with zeros.
-
-    Args:
-        threads: Readers a rank.
-        chunk: Bytes of a read.
-        huge_pages: Ask the system for 2 MiB pages (where it leaves the choice to programs).
-        direct_io: Read past the page cache; never a warm run's floor.
-    """
-
-    threads: int = 4
-    chunk: int = 8 * MIB
-    huge_pages: bool = False
-    direct_io: bool = False
-    _pieces: list[tuple[Path, int, int]] = field(default_factory=list, init=False)
-    _memory: int = field(default=0, init=False)
-
-    def __str__(self) -> str:
-        traits = [f"{self.threads} threads", f"{self.chunk // MIB} MiB reads"]
-        traits += ["2 MiB pages"] * self.huge_pages + ["past the page cache"] * self.direct_io
-        return ", ".join(traits)
-
-    def prepare(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """Off the clock: which bytes, and how much memory."""
-        if self.direct_io and not hasattr(os, "O_DIRECT"):
-            raise NotAvailableError("this system has no O_DIRECT")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        files = weight_files(path, component)
-        sizes = [file.stat().st_size for file in files]
-        starts = [0, *accumulate(sizes)]
-        unit = _BLOCK if self.direct_io else 1
-        low, high = starts[-1] * rank // world, starts[-1] * (rank + 1) // world
-        self._pieces = []
-        for file, start, size in zip(files, starts, sizes, strict=False):
-            first = max(low - start, 0) // unit * unit
-            last = size if high >= start + size else max(high - start, 0) // unit * unit
-            self._pieces += [(file, at, min(self.chunk, last - at)) for at in range(first, last, self.chunk)]
-        self._memory = _resident_bytes(build_shell(path, component, dtype), rank, world)
-
-    def __call__(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """Reads; returns nothing."""
-        device = _device(mesh)
-        host = device.type == "cpu"
-        size = -(-self._memory // _BLOCK) * _BLOCK
-        target = torch.empty(size + _HUGE, dtype=torch.uint8, device=device)
-        if host:
-            target = target[-target.data_ptr() % _HUGE :][:size]
-            if self.huge_pages:
-                _libc.madvise(ctypes.c_void_p(target.data_ptr()), ctypes.c_size_t(size // _HUGE * _HUGE), 14)
-        flags = os.O_RDONLY | (os.O_DIRECT if self.direct_io else 0)
-        descriptors = {file: os.open(file, flags) for file, _, _ in self._pieces}
-        places = [0, *accumulate(-(-length // _BLOCK) * _BLOCK for _, _, length in self._pieces)]
-        jobs = iter(list(zip(self._pieces, places, strict=False)))
-        lock = threading.Lock()
-        errors: list[BaseException] = []
-
-        def read() -> None:
-            try:
-                self._read_pieces(jobs, lock, descriptors, target, host)
-            except BaseException as error:  # noqa: BLE001  raised again by the caller
-                errors.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(self.threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-        if errors:
-            raise errors[0]
-        if places[-1] < size:
-            target[places[-1] :].zero_()
-
-    def _read_pieces(
-        self, jobs: Iterator[Any], lock: threading.Lock, descriptors: dict[Path, int], target: torch.Tensor, host: bool
-    ) -> None:
-        spare = None
-        while True:
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
-            (file, at, length), place = job
-            room = -(-length // _BLOCK) * _BLOCK if self.direct_io else length
-            in_place = host and place + room <= target.numel()
-            if not in_place and spare is None:
-                spare = torch.empty(self.chunk + 2 * _BLOCK, dtype=torch.uint8, pin_memory=not host)
-                spare = spare[-spare.data_ptr() % _BLOCK :]
-            into = target[place : place + room] if in_place else spare[:room]  # type: ignore[index]
-            view = memoryview(into.numpy())
-            done = 0
-            while done < length:
-                got = os.preadv(descriptors[file], [view[done:]], at + done)
-                if not got:
-                    raise OSError(f"{file.name}: ends at {at + done}, expected {at + length} bytes")
-                done += got
-            if not host and place + length <= target.numel():
-                target[place : place + length].copy_(into[:length], non_blocking=False)
-
-
-def _resident_bytes(shell: nn.Module, rank: int, world: int) -> int:
-    """What a rank ends up with: its rows of every parameter (as `Shard(0)` cuts them), and all buffers."""
-    total = sum(buffer.nbytes for buffer in shell.buffers())
-    for parameter in shell.parameters():
-        rows = parameter.shape[0] if parameter.dim() else 1
-        chunk = -(-rows // world)
-        mine = max(0, min(rows, chunk * (rank + 1)) - chunk * rank)
-        total += mine * math.prod(parameter.shape[1:]) * parameter.dtype.itemsize
-    return total
-
-
-FLOOR_SETTINGS = [
-    Floor(threads=threads, chunk=chunk * MIB, huge_pages=huge)
-    for threads, chunk, huge in (
-        (1, 8, True),
-        (2, 8, False),
-        (2, 8, True),
-        (2, 32, True),
-        (4, 4, True),
-        (4, 8, False),
-        (4, 8, True),
-        (4, 32, True),
-    )
-]
-QUICK_FLOOR_SETTINGS = [Floor(threads=2, huge_pages=True), Floor(threads=4, huge_pages=True)]
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
