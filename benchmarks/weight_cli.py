@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import machine, markdown_table
 from preflight import (
     UsageError,
     WeightFiles,
@@ -25,6 +24,7 @@ from preflight import (
     positive,
     size,
 )
+from summary import machine, markdown_table
 from weight_modes import Mode
 from weight_runs import ModeResult, disagreements, measure, ranks
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import evict
+from page import evict
 from preflight import WeightFiles, check_evicted, on_all_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from weight_modes import Held, Mode, Setting, node_group
