@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import build_shell, compute_device, weight_files
+from models import build_shell, compute_device, weight_files
 from runs import NotAvailableError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

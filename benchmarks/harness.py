@@ -34,11 +34,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from held import digest, resident_bytes
-from memory import HostMemory, io_counters, kib_after
+from held import adapter_digest, base_digest, digest, resident_bytes, together
+from memory import Memory, io_counters, kib_after
 from page import evict, read_into_cache
+from phases import Stretch, take_marked
 from runs import Case, Flow, NotAvailableError, RankResult, RunResult
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 GRACE = 5.0  # seconds other ranks have to tell their own error after the first one
 
@@ -159,7 +160,7 @@ def _run_ranks(flow: Flow, case: Case, nproc: int, limit: float) -> tuple[list[A
 _server: Any = None
 
 
-def fork_server(preload: Sequence[str] = ("harness", "floor")) -> Any:
+def fork_server(preload: Sequence[str] = ("harness", "floor", "peers")) -> Any:
     """The multiprocessing context that ranks come from: a server that has imported `preload`, and forks.
 
     So ranks are fresh processes, with their libraries loaded and nothing else done. The first call decides `preload`.
@@ -239,54 +240,75 @@ def _measure(flow: Flow, case: Case, rank: int, nproc: int, port: int) -> RankRe
     limit = timedelta(seconds=1800)  # the parent's limit is the one that counts
     dist.init_process_group(case.backend, store=store, rank=rank, world_size=nproc, timeout=limit)
     mesh = init_device_mesh(case.device, (nproc,))
-    if case.imports is not None:
-        case.imports(case.path, case.component)
+    for component in case.components:
+        if case.imports is not None:
+            case.imports(case.path, component)
     if case.tiny is not None:
-        if hasattr(flow, "prepare"):
-            flow.prepare(case.tiny, case.tiny_component, mesh, case.dtype)
-        flow(case.tiny, case.tiny_component, mesh, case.dtype)
-    if hasattr(flow, "prepare"):
-        flow.prepare(case.path, case.component, mesh, case.dtype)
+        _prepare(flow, case, case.tiny, case.tiny_component, mesh)
+        _call(flow, case, case.tiny, case.tiny_component, mesh)
+    for component in case.components:
+        _prepare(flow, case, case.path, component, mesh)
     gc.collect()
-    device_start = 0
     if accelerator is not None:
         accelerator.empty_cache()
         accelerator.synchronize()
-        accelerator.reset_peak_memory_stats()
-        device_start = accelerator.memory_allocated()
     if case.memory_limit is not None:
         import resource
 
         with open("/proc/self/status", "rb") as status:
             allowed = kib_after(status.read(), b"VmData:") * 1024 + case.memory_limit
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    take_marked()
+    loaded, calls = [], []
     dist.barrier()
     storage_start, called_start = io_counters()
-    with HostMemory() as memory:
+    with Memory(accelerator) as memory:
         dist.barrier()
         start = time.perf_counter()
-        loaded = flow(case.path, case.component, mesh, case.dtype)
+        for component in case.components:
+            calls.append(time.perf_counter() - start)
+            loaded.append(_call(flow, case, case.path, component, mesh))
         if accelerator is not None:
             accelerator.synchronize()
         own = time.perf_counter() - start
         dist.barrier()
         seconds = time.perf_counter() - start
     storage_end, called_end = io_counters()
-    module, report = loaded if isinstance(loaded, tuple) else (loaded, None)
+    marked = [Stretch(name, began - start, end - start) for name, began, end in take_marked()]
+    modules = [item[0] if isinstance(item, tuple) else item for item in loaded]
+    modules = [module for module in modules if module is not None]
+    reports = [_as_json(item[1]) for item in loaded if isinstance(item, tuple)]
+    for called, report in zip(calls, reports, strict=False):
+        marked += [Stretch(s["name"], called + s["start"], called + s["end"]) for s in report.get("spans", ())]
+    late = start - memory.began
     result = RankResult(
         rank=rank,
         seconds=seconds,
         own_seconds=own,
-        digest=digest(module) if module is not None else None,
-        resident_bytes=resident_bytes(module) if module is not None else 0,
+        digest=together([digest(module) for module in modules]),
+        resident_bytes=resident_bytes(modules),
         storage_bytes=storage_end - storage_start,
         called_bytes=called_end - called_start,
-        peak_host_bytes=memory.peak - memory.start,
-        peak_device_bytes=accelerator.max_memory_allocated() - device_start if accelerator else 0,
-        report=_as_json(report) if report is not None and rank == 0 else None,
+        peak_host_bytes=memory.peak_host,
+        peak_device_bytes=memory.peak_device,
+        reports=tuple(reports) if rank == 0 else (),
+        stretches=tuple(sorted(marked, key=lambda stretch: stretch.start)),
+        samples=tuple(sample._replace(seconds=sample.seconds - late) for sample in memory.samples),
+        base_digest=together([base_digest(module) for module in modules]) if case.adapter else None,
+        adapter_digest=together([adapter_digest(module) for module in modules]) if case.adapter else None,
     )
     dist.barrier()  # nobody closes its connections while another still works
     return result
+
+
+def _prepare(flow: Flow, case: Case, path: Path, component: str | None, mesh: DeviceMesh) -> None:
+    if hasattr(flow, "prepare"):
+        flow.prepare(path, component, mesh, case.dtype)
+
+
+def _call(flow: Flow, case: Case, path: Path, component: str | None, mesh: DeviceMesh) -> Any:
+    adapter = {} if case.adapter is None else {"adapter": case.adapter}
+    return flow(path, component, mesh, case.dtype, **adapter)
 
 
 def _as_json(report: Any) -> dict[str, Any]:

@@ -37,9 +37,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
-from setting import (  # noqa: E402  found by the line above
+from preflight import EVICTED, UsageError  # noqa: E402  found by the line above
+from setting import (  # noqa: E402
     DTYPES,
-    UsageError,
     add_subject_arguments,
     count_elements,
     device_and_backend,
@@ -112,6 +112,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     harness.fork_server()  # it imports what the ranks need while this process does the same
     import floor
+    import models
     import peers
     import torch
     from runs import Case
@@ -124,12 +125,12 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     device, backend = device_and_backend(args)
     case = Case(
         path=subject.path,
-        component=component,
+        components=subject.components,
         dtype=getattr(torch, DTYPES[args.dtype]),
         device=device,
         backend=backend,
         tiny=tiny_checkpoint(scratch),
-        imports=peers.component_class,
+        imports=models.component_class,
     )
     if args.memory_limit:
         case = replace(case, memory_limit=count_elements(files) * 4 * 3 // 4)
@@ -175,7 +176,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.json:
         document = facts | {
             "summaries": [asdict(summary) | {"median": summary.median} for summary in summaries],
-            "runs": [asdict(result) | {"seconds": result.seconds} for result in results],
+            "runs": [result.record() for result in results],
         }
         args.json.write_text(json.dumps(plain(document), indent=2))
     ours = [summary for summary in summaries if summary.flow in peers.OURS]
@@ -222,7 +223,6 @@ def _show(result: Any) -> None:
 def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[Any]) -> str:
     """The Markdown page of one comparison: facts, then for each number of ranks the flows, ratios and our phases."""
     import peers
-    from page import EVICTED
     from summary import markdown_table
 
     machine, model = facts["machine"], facts["checkpoint"]

@@ -1,4 +1,4 @@
-"""Memory and I/O of this process."""
+"""Memory over time and I/O of this process."""
 
 from __future__ import annotations
 
@@ -6,46 +6,86 @@ import os
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 SAMPLE_SECONDS = 0.01
 
 
-class HostMemory:
-    """Peak of this process's own host memory, sampled by a thread; `with HostMemory() as memory: ...; memory.peak`.
-
-    Own memory is anonymous plus shared memory (RssAnon and RssShmem of /proc/self/status): staging in /dev/shm counts,
-    mapped files do not. Elsewhere than on Linux it is the peak of all resident memory since the process began.
+class Sample(NamedTuple):
+    """Memory at one moment.
 
     Attributes:
-        start: Bytes when sampling began.
-        peak: Highest bytes seen.
+        seconds: Since sampling began.
+        host: Bytes of own host memory, above what it was then.
+        device: Bytes the device's allocator had handed out, above what it was then; 0 on the CPU.
     """
 
-    def __enter__(self) -> HostMemory:
-        self._fd = os.open("/proc/self/status", os.O_RDONLY) if sys.platform == "linux" else -1
-        self.start = self.peak = self._now()
+    seconds: float
+    host: int
+    device: int
+
+
+class Memory:
+    """This process's own memory, sampled by a thread; `with Memory() as memory: ...; memory.samples`.
+
+    Own host memory is anonymous plus shared memory (RssAnon and RssShmem of /proc/self/status): staging in /dev/shm
+    counts, mapped files do not. Elsewhere than on Linux it is the peak of all resident memory since the process began.
+
+    Args:
+        accelerator: torch's module of the device (such as `torch.cuda`); None on the CPU.
+
+    Attributes:
+        samples: One every `SAMPLE_SECONDS`, the first at the beginning and the last at the end.
+        peak_host: Highest host bytes sampled.
+        peak_device: Highest device bytes, as the allocator has counted them.
+    """
+
+    def __init__(self, accelerator: Any = None) -> None:
+        self._accelerator = accelerator
+        self.samples: list[Sample] = []
+
+    def __enter__(self) -> Memory:
+        self._status = os.open("/proc/self/status", os.O_RDONLY) if sys.platform == "linux" else -1
+        if self._accelerator is not None:
+            self._accelerator.reset_peak_memory_stats()
+        self._device_start = self._device()
+        self._host_start = self._host()
+        self.began = time.perf_counter()
+        self.samples.append(Sample(0.0, 0, 0))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="host-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.peak = max(self.peak, self._now())
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._sample()
+        self.peak_host = max(sample.host for sample in self.samples)
+        self.peak_device = 0
+        if self._accelerator is not None:
+            self.peak_device = self._accelerator.max_memory_allocated() - self._device_start
+        if self._status >= 0:
+            os.close(self._status)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._sample()
 
     def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, self._now())
+        host, device = self._host() - self._host_start, self._device() - self._device_start
+        self.samples.append(Sample(time.perf_counter() - self.began, host, device))
 
-    def _now(self) -> int:
-        if self._fd < 0:
+    def _device(self) -> int:
+        return self._accelerator.memory_allocated() if self._accelerator is not None else 0
+
+    def _host(self) -> int:
+        if self._status < 0:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        text = os.pread(self._fd, 8192, 0)
+        text = os.pread(self._status, 8192, 0)
         return sum(kib_after(text, name) for name in (b"RssAnon:", b"RssShmem:")) * 1024
 
 

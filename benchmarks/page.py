@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-EVICTED = 0.01  # a cold run may start with at most this fraction of the checkpoint in the page cache
 _MINCORE_BYTES = 1 << 30  # of a file mapped at a time for mincore(2), which writes one byte a page
 
 _libc = ctypes.CDLL(None, use_errno=True)

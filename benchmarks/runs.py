@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from adapter import Adapter
+from memory import Sample
+from phases import Stretch, seconds_by_phase
 
 
 class NotAvailableError(Exception):
@@ -22,19 +24,20 @@ class Case:
 
     Attributes:
         path: Checkpoint folder.
-        component: Component in it; None where the folder is one model.
+        components: What to load of it, one after another; None is the folder itself, where it is one model.
         dtype: As `from_pretrained` takes it.
         device: "cpu", "cuda", ...
         backend: Of the process group, as `init_process_group` takes it.
         tiny: A tiny checkpoint folder that the flow loads before the clock starts; None for no such warm-up.
         tiny_component: Component in `tiny`.
-        imports: Called with `path` and `component` before the clock starts, to import what all flows will need.
+        imports: Called with `path` and each component before the clock starts, to import what all flows will need.
         threads: Threads of torch's own operators a rank; 1 is torchrun's default.
         memory_limit: Bytes of private memory a rank may add while the clock runs (RLIMIT_DATA); None for no limit.
+        adapter: To add before sharding; None for none.
     """
 
     path: Path
-    component: str | None
+    components: tuple[str | None, ...]
     dtype: torch.dtype
     device: str = "cpu"
     backend: str = "gloo"
@@ -43,11 +46,13 @@ class Case:
     imports: Callable[[Path, str | None], Any] | None = None
     threads: int = 1
     memory_limit: int | None = None
+    adapter: Adapter | None = None
 
 
 # (path, component, mesh, dtype) -> the sharded module, or (module, report), or None where nothing is loaded. Must
-# pickle. Where it has a method `prepare` of the same arguments, that is called before the clock starts.
-Flow = Callable[[Path, "str | None", DeviceMesh, torch.dtype], Any]
+# pickle. Where it has a method `prepare` of the same arguments, that is called before the clock starts. Where the case
+# has an adapter, it is given as the keyword `adapter`.
+Flow = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,11 @@ class RankResult:
         called_bytes: Bytes it asked for in read calls; mapped files are not in it.
         peak_host_bytes: Own host memory at its highest, above what it was when the clock started.
         peak_device_bytes: The same for the device's allocator; 0 on the CPU.
-        report: The flow's own report, as JSON has it; None if it makes none.
+        reports: The flow's own, one a component, as JSON has them; none if it makes none, and on ranks other than 0.
+        stretches: The phases of its load, where the flow marks or reports them, on the clock of `seconds`.
+        samples: Memory over time on the same clock.
+        base_digest: Where there is an adapter: of all but the adapter, as if there were none.
+        adapter_digest: Where there is an adapter: of its full values.
     """
 
     rank: int
@@ -76,7 +85,11 @@ class RankResult:
     called_bytes: int
     peak_host_bytes: int
     peak_device_bytes: int
-    report: dict[str, Any] | None = None
+    reports: tuple[dict[str, Any], ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    base_digest: str | None = None
+    adapter_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,23 @@ class RunResult:
     @property
     def reported_bytes(self) -> int | None:
         """Bytes read from files as the flow's own report says, summed over ranks; None if it makes none."""
-        report = next((rank.report for rank in self.ranks if rank.report), None)
-        if not report or not report.get("ranks"):
+        reports = [report for rank in self.ranks for report in rank.reports]
+        if not reports or not all(report.get("ranks") for report in reports):
             return None
-        return sum(entry["bytes_read"] for entry in report["ranks"])
+        return sum(entry["bytes_read"] for report in reports for entry in report["ranks"])
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, over all components: as the flow's own reports say, else as marked on rank 0."""
+        if not self.ranks or not self.ranks[0].reports:
+            return seconds_by_phase(self.ranks[0].stretches) if self.ranks else {}
+        total: dict[str, float] = {}
+        for report in self.ranks[0].reports:
+            for name, seconds in report.get("phases", {}).items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    def record(self) -> dict[str, Any]:
+        """For a results file: all but memory over time."""
+        ranks = [{k: v for k, v in asdict(rank).items() if k not in ("samples", "stretches")} for rank in self.ranks]
+        return asdict(replace(self, ranks=())) | {"ranks": ranks, "seconds": self.seconds}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from preflight import UsageError, WeightFiles, check_weights
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 FAMILY = "sd3.5-medium"
@@ -23,10 +25,6 @@ TINY = dict(
 )
 
 
-class UsageError(ValueError):
-    """A wrong call; one line says why."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """The weights that are loaded.
@@ -34,14 +32,19 @@ class Subject:
     Attributes:
         path: Checkpoint folder.
         components: What to load of it, in this order; None is the folder itself.
-        files: Their weight files.
+        weights: The weight files of each.
         model: What to call it in a report.
     """
 
     path: Path
     components: tuple[str | None, ...]
-    files: tuple[Path, ...]
+    weights: tuple[WeightFiles, ...]
     model: str
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All weight files."""
+        return tuple(path for weights in self.weights for path in weights.paths)
 
     @property
     def nbytes(self) -> int:
@@ -71,26 +74,58 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="of the process group (default: gloo on cpu, else what torch pairs with it)")
 
 
-def find_subject(args: argparse.Namespace, scratch: Path, components: Sequence[str] | None = None) -> Subject:
+def depth(family: str, layers: int | None, scale: float | None) -> int | None:
+    """Blocks of a made checkpoint: as many as asked for, or that part of the published ones; None is all of them."""
+    import make_checkpoint
+
+    if family not in make_checkpoint.FAMILIES:
+        raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(make_checkpoint.FAMILIES))}")
+    if scale is None:
+        return layers
+    if layers is not None:
+        raise UsageError("--layers and --scale both set the depth: pass one of them")
+    if not 0 < scale <= 1:
+        raise UsageError(f"--scale is a part of the published depth: expected more than 0 and at most 1, got {scale:g}")
+    return max(1, round(make_checkpoint.FAMILIES[family].config["num_layers"] * scale))
+
+
+def model_elements(family: str, layers: int | None) -> int:
+    """Elements of each of a family's models, from its shell alone."""
+    import diffusers
+    import make_checkpoint
+    import torch
+
+    chosen = make_checkpoint.FAMILIES[family]
+    with torch.device("meta"):
+        shell = getattr(diffusers, chosen.cls)(**chosen.config_for(layers))
+    return sum(tensor.numel() for tensor in shell.state_dict().values())
+
+
+def find_subject(
+    args: argparse.Namespace,
+    scratch: Path,
+    components: Sequence[str] | None = None,
+    before_writing: Callable[[str, int | None], None] | None = None,
+) -> Subject:
     """The caller's checkpoint, or one that is made in `args.workdir`, else in `scratch`.
 
     Args:
-        args: With `model_path`, `family`, `layers`, `workdir` and `quick`.
+        args: With `model_path`, `family`, `layers`, `workdir`, `quick` and, where the script has it, `scale`.
         scratch: A folder that is removed at the end.
         components: To load; None for the folder itself, or for all of a family's.
+        before_writing: Called with family and depth before a checkpoint is made; raises where it should not be.
     """
     if args.model_path is not None:
-        if args.family or args.layers:
+        if args.family or args.layers or getattr(args, "scale", None):
             raise UsageError("--family and depth are for a checkpoint that is made: leave out --model-path")
-        if not args.model_path.is_dir():
-            raise UsageError(f"{args.model_path}: no such folder")
         return _subject(args.model_path, components or (None,), args.model_path.name)
     import make_checkpoint
 
     family = args.family or (QUICK_FAMILY if args.quick else FAMILY)
-    if family not in make_checkpoint.FAMILIES:
-        raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(make_checkpoint.FAMILIES))}")
-    layers = args.layers or (QUICK_LAYERS if args.quick and not args.family else None)
+    layers = depth(family, args.layers, getattr(args, "scale", None))
+    layers = QUICK_LAYERS if layers is None and args.quick and not args.family else layers
+    if before_writing is not None:
+        before_writing(family, layers)
     out = (args.workdir or scratch) / (f"{family}-{layers}" if layers else family)
     if not (out / "model_index.json").is_file():
         print(f"making {out} ...", flush=True)
@@ -106,13 +141,11 @@ def find_subject(args: argparse.Namespace, scratch: Path, components: Sequence[s
 
 
 def _subject(path: Path, components: Sequence[str | None], model: str) -> Subject:
-    import peers
-
-    try:
-        files = [file for component in components for file in peers.weight_files(path, component)]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return Subject(path, tuple(components), tuple(files), model)
+    weights = tuple(check_weights(path, component) for component in components)
+    for component in components:
+        if not (path / (component or "") / "config.json").is_file():
+            raise UsageError(f"{path / (component or '')} has no config.json: pass the component's name")
+    return Subject(path, tuple(components), weights, model)
 
 
 def tiny_checkpoint(scratch: Path) -> Path:

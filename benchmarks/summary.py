@@ -30,7 +30,7 @@ class Summary:
         peak_host_bytes: Highest over runs and ranks.
         peak_device_bytes: Highest over runs and ranks.
         digest_equal: Whether every rank's digest was the reference's in every run; None for flows that load nothing.
-        phases: Median seconds by phase of the flow's own report.
+        phases: Median seconds by phase, where the flow tells them.
     """
 
     flow: str
@@ -71,10 +71,10 @@ def summarise(results: Iterable[RunResult], *, reference: str | None = None) -> 
         good = [run for run in runs if run.status == "ok"]
         bad = next((run for run in runs if run.status != "ok"), None)
         loads = [run for run in good if run.digests[0]]
-        reports = [run.ranks[0].report for run in good if run.ranks[0].report]
+        spent = [run.phases for run in good]
         phases = {
-            phase: statistics.median(report["phases"][phase] for report in reports if phase in report["phases"])
-            for phase in (reports[0].get("phases", {}) if reports else {})
+            phase: statistics.median(seconds[phase] for seconds in spent if phase in seconds)
+            for phase in (spent[0] if spent else {})
         }
         summaries.append(
             Summary(
