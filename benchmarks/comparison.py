@@ -64,7 +64,7 @@ class Check:
     Attributes:
         flow: Its name.
         nproc: Ranks.
-        promise: What should be equal.
+        promise: A key of `PROMISES`.
         ok: Whether it is, on every rank in every run.
     """
 
@@ -74,9 +74,12 @@ class Check:
     ok: bool
 
 
-SHARDS = "every rank's shards equal the first flow's"
-BASE = "the base equals, on every rank, that of a load without an adapter"
-ADAPTER = "the adapter equals, on every rank, that of get_peft_model in one process"
+SHARDS, BASE, ADAPTER = "shards", "base", "adapter"
+PROMISES = {
+    SHARDS: "every rank's shards, buffers and tensor attributes equal the first flow's",
+    BASE: "all but the adapter equals, on every rank, what a load without an adapter gives",
+    ADAPTER: "the adapter's full values equal, on every rank, those of get_peft_model in one process, same seed",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, flows: Sequence[str]) -> None:

@@ -290,6 +290,7 @@ def _measure(flow: Flow, case: Case, rank: int, nproc: int, port: int) -> RankRe
         storage_bytes=storage_end - storage_start,
         called_bytes=called_end - called_start,
         peak_host_bytes=memory.peak_host,
+        peak_resident_bytes=memory.peak_resident,
         peak_device_bytes=memory.peak_device,
         reports=tuple(reports) if rank == 0 else (),
         stretches=tuple(sorted(marked, key=lambda stretch: stretch.start)),
