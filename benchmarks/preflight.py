@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from page import EVICTED
 
 from metashard.checkpoint import Checkpoint, read_checkpoint
 from metashard.errors import MetaShardError
@@ -28,7 +29,6 @@ T = TypeVar("T")
 
 BAD_INPUT = 2  # exit code
 DISK_MARGIN = 64 << 20  # bytes left over for configs and what the file system itself needs
-EVICTED = 0.01  # at most this fraction of the files may stay in the page cache
 
 
 class UsageError(ValueError):
@@ -236,7 +236,8 @@ def command_line(name: str, run: Callable[[], int]) -> int:
         with contextlib.suppress(ValueError):  # not the main thread
             if dist.is_torchelastic_launched():
                 signal.signal(signal.SIGTERM, lambda *_: os._exit(BAD_INPUT))
-        print(f"{name}: {one_line(error)}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{name}: {one_line(error)}\n")  # in one piece: other ranks write to the same terminal
+        sys.stderr.flush()
         return BAD_INPUT
 
 
