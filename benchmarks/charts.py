@@ -78,7 +78,7 @@ def ratio(before: float, after: float) -> str:
 def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
     """A grid of panels of horizontal bars, each with its value and how many times less than the first it is."""
     tall = max(len(panel.values) for row in rows for panel in row)
-    figure = _figure(4.6 * len(rows[0]), (0.9 + 0.34 * tall) * len(rows) + 0.3)
+    figure = _figure(4.6 * len(rows[0]), (0.9 + 0.34 * tall) * len(rows) + 0.6)
     figure.suptitle(title, fontsize=11, color=INK)
     grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
@@ -104,6 +104,13 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
         axes.set_xlabel(panel.unit, fontsize=8, color=INK)
         axes.grid(axis="x", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
+    kinds = {"before": BEFORE, "metashard": AFTER}
+    if any(name in panel.peers for row in rows for panel in row for name in list(panel.values)[1:]):
+        kinds["other public flows"] = PEER
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=name) for name, colour in kinds.items()]
+    figure.legend(handles=patches, ncols=3, fontsize=8, labelcolor=INK, loc="outside lower center", frameon=False)
     _save(figure, path)
 
 

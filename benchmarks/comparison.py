@@ -100,7 +100,7 @@ def set_up(args: argparse.Namespace, stack: contextlib.ExitStack, script: str, f
     """Checks the call, makes the checkpoint where there is none, and says what will run.
 
     Raises:
-        UsageError: Nothing was written, or too little memory shows only with the caller's checkpoint.
+        UsageError: A wrong call, no weights there, or too little memory or disk; nothing was written.
     """
     world_sizes = tuple(dict.fromkeys(args.nproc or ([2] if args.quick else [2, 4])))
     repeats = args.repeats or (1 if args.quick else 3)
@@ -181,7 +181,8 @@ def _check_room(device: str, whole: Sequence[int], converted: Sequence[int], wor
             check_memory(shards + max(converted), nproc)
         else:
             check_memory(max(converted), nproc)
-            check_device_memory(torch.device(device), (sum(whole) - max(whole)) // nproc + max(whole))
+            ranks = -(-nproc // torch.accelerator.device_count())  # on one device
+            check_device_memory(torch.device(device), ranks * ((sum(whole) - max(whole)) // nproc + max(whole)))
 
 
 def run_all(setup: Setup, on_result: Callable[[RunResult], None]) -> list[RunResult]:

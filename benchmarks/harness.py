@@ -1,4 +1,4 @@
-"""The harness under the benchmarks: cold and warm page cache, fresh ranks a run, clocks, memory, digests, tables.
+"""The harness under the benchmarks: a page cache that is cold or warm, fresh ranks, a clock.
 
 One run is one flow, loaded once by N new processes in a new process group:
 
@@ -7,7 +7,7 @@ One run is one flow, loaded once by N new processes in a new process group:
     -> barrier, clock starts
     -> the flow
     -> device synchronised, barrier, clock stops
-    -> digest of the shards, counters, goodbye
+    -> digests of the shards, counters, memory over time, goodbye
 
 Runs are interleaved (A B C A B C), so that a machine that slows down slows all flows alike; the median of a flow's runs
 is what counts.

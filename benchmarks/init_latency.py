@@ -47,6 +47,7 @@ from comparison import (  # noqa: E402  found by the line above
     verdict,
 )
 from preflight import command_line  # noqa: E402
+from runs import RunResult  # noqa: E402
 
 FLOWS = ("direct", "stream/scatter", "stream/broadcast", "rank0/scatter", "rank0/broadcast")
 
@@ -98,6 +99,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     document = facts | {
         "summaries": [asdict(summary) | {"median": summary.median} for summary in summaries],
         "checks": [asdict(check) for check in checks],
+        "digests": digests_by_flow(results),  # what tools/compare_digests.py reads
         "runs": [run.record() for run in results],
     }
     print("\n" + text)
@@ -108,6 +110,15 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.out:
         print(f"written to {args.out}")
     return verdict(results, checks)
+
+
+def digests_by_flow(results: Sequence[RunResult]) -> dict[str, dict[str, list[str | None]]]:
+    """Flow -> number of ranks -> each rank's digest, of the first run that loaded."""
+    found: dict[str, dict[str, list[str | None]]] = {}
+    for run in results:
+        if run.status == "ok":
+            found.setdefault(run.flow, {}).setdefault(str(run.nproc), list(run.digests))
+    return found
 
 
 if __name__ == "__main__":

@@ -67,10 +67,10 @@ def report(setup: Setup, facts: dict[str, Any], summaries: Sequence[Summary], ch
     lines += [
         "",
         "Seconds: until every rank has its shards. Memory: the highest moment of the highest rank, above what it was",
-        "when the clock started. Host memory is what a rank has for itself (anonymous and shared); with mapped files it",
-        "is all that is resident, of which the system may take the files' pages back. GB read: as the flow's own report",
-        "says, else what the storage delivered; all ranks together. Digests are sha256 over values, names, dtypes, shapes",
-        "and placements, compared rank by rank.",
+        "when the clock started. Host memory is what a rank has for itself (anonymous and shared); with mapped files,",
+        "it is all that is resident, and the system may take the files' pages back. GB read: as the flow's own report",
+        "says, else what the storage delivered; all ranks together. Digests are sha256 over values, names, dtypes,",
+        "shapes and placements, compared rank by rank.",
         "",
     ]
     return "\n".join(lines)

@@ -33,8 +33,8 @@ class Memory:
     """This process's own memory, sampled by a thread; `with Memory() as memory: ...; memory.samples`.
 
     Own host memory is anonymous plus shared memory (RssAnon and RssShmem of /proc/self/status): staging in /dev/shm
-    counts, mapped files (RssFile) do not. Elsewhere than on Linux both figures are the peak of all resident memory since
-    the process began.
+    counts, mapped files (RssFile) do not. Elsewhere than on Linux both figures are the peak of all resident memory
+    since the process began.
 
     Args:
         accelerator: torch's module of the device (such as `torch.cuda`); None on the CPU.

@@ -129,10 +129,7 @@ def find_subject(
     out = (args.workdir or scratch) / (f"{family}-{layers}" if layers else family)
     if not (out / "model_index.json").is_file():
         print(f"making {out} ...", flush=True)
-        try:
-            make_checkpoint.write_pipeline(out, family, layers=layers)
-        except make_checkpoint.UsageError as error:
-            raise UsageError(str(error)) from error
+        make_checkpoint.write_pipeline(out, family, layers=layers)
     return _subject(
         out,
         components or make_checkpoint.FAMILIES[family].components,
