@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from page import EVICTED
 
 from metashard.checkpoint import Checkpoint, read_checkpoint
 from metashard.errors import MetaShardError
@@ -28,6 +27,7 @@ from metashard.weight_files import read_index
 T = TypeVar("T")
 
 BAD_INPUT = 2  # exit code
+EVICTED = 0.01  # at most this fraction of the files may be left in the page cache before a cold run
 DISK_MARGIN = 64 << 20  # bytes left over for configs and what the file system itself needs
 
 

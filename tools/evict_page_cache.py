@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from page import EVICTED, evict, resident_fraction
-from preflight import UsageError, check_evictable, command_line, size
+from page import evict, resident_fraction
+from preflight import EVICTED, UsageError, check_evictable, command_line, size
 
 
 def main(argv: Sequence[str] | None = None) -> int:
