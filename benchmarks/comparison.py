@@ -64,7 +64,7 @@ class Check:
     Attributes:
         flow: Its name.
         nproc: Ranks.
-        promise: What should be equal.
+        promise: A key of `PROMISES`.
         ok: Whether it is, on every rank in every run.
     """
 
@@ -74,9 +74,12 @@ class Check:
     ok: bool
 
 
-SHARDS = "every rank's shards equal the first flow's"
-BASE = "the base equals, on every rank, that of a load without an adapter"
-ADAPTER = "the adapter equals, on every rank, that of get_peft_model in one process"
+SHARDS, BASE, ADAPTER = "shards", "base", "adapter"
+PROMISES = {
+    SHARDS: "every rank's shards, buffers and tensor attributes equal the first flow's",
+    BASE: "all but the adapter equals, on every rank, what a load without an adapter gives",
+    ADAPTER: "the adapter's full values equal, on every rank, those of get_peft_model in one process, same seed",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, flows: Sequence[str]) -> None:
@@ -97,7 +100,7 @@ def set_up(args: argparse.Namespace, stack: contextlib.ExitStack, script: str, f
     """Checks the call, makes the checkpoint where there is none, and says what will run.
 
     Raises:
-        UsageError: Nothing was written, or too little memory shows only with the caller's checkpoint.
+        UsageError: A wrong call, no weights there, or too little memory or disk; nothing was written.
     """
     world_sizes = tuple(dict.fromkeys(args.nproc or ([2] if args.quick else [2, 4])))
     repeats = args.repeats or (1 if args.quick else 3)
@@ -178,7 +181,8 @@ def _check_room(device: str, whole: Sequence[int], converted: Sequence[int], wor
             check_memory(shards + max(converted), nproc)
         else:
             check_memory(max(converted), nproc)
-            check_device_memory(torch.device(device), (sum(whole) - max(whole)) // nproc + max(whole))
+            ranks = -(-nproc // torch.accelerator.device_count())  # on one device
+            check_device_memory(torch.device(device), ranks * ((sum(whole) - max(whole)) // nproc + max(whole)))
 
 
 def run_all(setup: Setup, on_result: Callable[[RunResult], None]) -> list[RunResult]:

@@ -1,4 +1,4 @@
-"""The harness under the benchmarks: cold and warm page cache, fresh ranks a run, clocks, memory, digests, tables.
+"""The harness under the benchmarks: a page cache that is cold or warm, fresh ranks, a clock.
 
 One run is one flow, loaded once by N new processes in a new process group:
 
@@ -7,7 +7,7 @@ One run is one flow, loaded once by N new processes in a new process group:
     -> barrier, clock starts
     -> the flow
     -> device synchronised, barrier, clock stops
-    -> digest of the shards, counters, goodbye
+    -> digests of the shards, counters, memory over time, goodbye
 
 Runs are interleaved (A B C A B C), so that a machine that slows down slows all flows alike; the median of a flow's runs
 is what counts.
@@ -290,6 +290,7 @@ def _measure(flow: Flow, case: Case, rank: int, nproc: int, port: int) -> RankRe
         storage_bytes=storage_end - storage_start,
         called_bytes=called_end - called_start,
         peak_host_bytes=memory.peak_host,
+        peak_resident_bytes=memory.peak_resident,
         peak_device_bytes=memory.peak_device,
         reports=tuple(reports) if rank == 0 else (),
         stretches=tuple(sorted(marked, key=lambda stretch: stretch.start)),

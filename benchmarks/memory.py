@@ -19,11 +19,13 @@ class Sample(NamedTuple):
     Attributes:
         seconds: Since sampling began.
         host: Bytes of own host memory, above what it was then.
+        resident: The same with what the process has mapped of files, which the system may take back.
         device: Bytes the device's allocator had handed out, above what it was then; 0 on the CPU.
     """
 
     seconds: float
     host: int
+    resident: int
     device: int
 
 
@@ -31,7 +33,8 @@ class Memory:
     """This process's own memory, sampled by a thread; `with Memory() as memory: ...; memory.samples`.
 
     Own host memory is anonymous plus shared memory (RssAnon and RssShmem of /proc/self/status): staging in /dev/shm
-    counts, mapped files do not. Elsewhere than on Linux it is the peak of all resident memory since the process began.
+    counts, mapped files (RssFile) do not. Elsewhere than on Linux both figures are the peak of all resident memory
+    since the process began.
 
     Args:
         accelerator: torch's module of the device (such as `torch.cuda`); None on the CPU.
@@ -39,6 +42,7 @@ class Memory:
     Attributes:
         samples: One every `SAMPLE_SECONDS`, the first at the beginning and the last at the end.
         peak_host: Highest host bytes sampled.
+        peak_resident: Highest bytes sampled with mapped files.
         peak_device: Highest device bytes, as the allocator has counted them.
     """
 
@@ -51,9 +55,9 @@ class Memory:
         if self._accelerator is not None:
             self._accelerator.reset_peak_memory_stats()
         self._device_start = self._device()
-        self._host_start = self._host()
+        self._host_start, self._resident_start = self._host()
         self.began = time.perf_counter()
-        self.samples.append(Sample(0.0, 0, 0))
+        self.samples.append(Sample(0.0, 0, 0, 0))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._thread.start()
@@ -64,6 +68,7 @@ class Memory:
         self._thread.join()
         self._sample()
         self.peak_host = max(sample.host for sample in self.samples)
+        self.peak_resident = max(sample.resident for sample in self.samples)
         self.peak_device = 0
         if self._accelerator is not None:
             self.peak_device = self._accelerator.max_memory_allocated() - self._device_start
@@ -75,18 +80,21 @@ class Memory:
             self._sample()
 
     def _sample(self) -> None:
-        host, device = self._host() - self._host_start, self._device() - self._device_start
-        self.samples.append(Sample(time.perf_counter() - self.began, host, device))
+        host, resident = self._host()
+        above = (host - self._host_start, resident - self._resident_start, self._device() - self._device_start)
+        self.samples.append(Sample(time.perf_counter() - self.began, *above))
 
     def _device(self) -> int:
         return self._accelerator.memory_allocated() if self._accelerator is not None else 0
 
-    def _host(self) -> int:
+    def _host(self) -> tuple[int, int]:
         if self._status < 0:
             unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            return peak, peak
         text = os.pread(self._status, 8192, 0)
-        return sum(kib_after(text, name) for name in (b"RssAnon:", b"RssShmem:")) * 1024
+        own = sum(kib_after(text, name) for name in (b"RssAnon:", b"RssShmem:")) * 1024
+        return own, own + kib_after(text, b"RssFile:") * 1024
 
 
 def kib_after(text: bytes, name: bytes) -> int:

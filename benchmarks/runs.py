@@ -68,6 +68,7 @@ class RankResult:
         storage_bytes: Bytes its reads made the storage deliver (0 from a warm cache).
         called_bytes: Bytes it asked for in read calls; mapped files are not in it.
         peak_host_bytes: Own host memory at its highest, above what it was when the clock started.
+        peak_resident_bytes: The same with mapped files.
         peak_device_bytes: The same for the device's allocator; 0 on the CPU.
         reports: The flow's own, one a component, as JSON has them; none if it makes none, and on ranks other than 0.
         stretches: The phases of its load, where the flow marks or reports them, on the clock of `seconds`.
@@ -84,6 +85,7 @@ class RankResult:
     storage_bytes: int
     called_bytes: int
     peak_host_bytes: int
+    peak_resident_bytes: int
     peak_device_bytes: int
     reports: tuple[dict[str, Any], ...] = ()
     stretches: tuple[Stretch, ...] = ()
@@ -130,6 +132,11 @@ class RunResult:
     def peak_host_bytes(self) -> int:
         """Highest of the ranks."""
         return max((rank.peak_host_bytes for rank in self.ranks), default=0)
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """Highest of the ranks."""
+        return max((rank.peak_resident_bytes for rank in self.ranks), default=0)
 
     @property
     def peak_device_bytes(self) -> int:

@@ -28,6 +28,7 @@ class Summary:
         storage_bytes: Median over runs of the sum over ranks.
         reported_bytes: As the flow's own report says; None if it makes none.
         peak_host_bytes: Highest over runs and ranks.
+        peak_resident_bytes: Highest over runs and ranks, with mapped files.
         peak_device_bytes: Highest over runs and ranks.
         digest_equal: Whether every rank's digest was the reference's in every run; None for flows that load nothing.
         phases: Median seconds by phase, where the flow tells them.
@@ -42,6 +43,7 @@ class Summary:
     storage_bytes: int = 0
     reported_bytes: int | None = None
     peak_host_bytes: int = 0
+    peak_resident_bytes: int = 0
     peak_device_bytes: int = 0
     digest_equal: bool | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -87,6 +89,7 @@ def summarise(results: Iterable[RunResult], *, reference: str | None = None) -> 
                 storage_bytes=round(statistics.median(run.storage_bytes for run in good)) if good else 0,
                 reported_bytes=good[0].reported_bytes if good else None,
                 peak_host_bytes=max((run.peak_host_bytes for run in good), default=0),
+                peak_resident_bytes=max((run.peak_resident_bytes for run in good), default=0),
                 peak_device_bytes=max((run.peak_device_bytes for run in good), default=0),
                 digest_equal=all(run.digests == right[nproc] for run in loads) if loads else None,
                 phases=phases,
@@ -123,7 +126,7 @@ def machine() -> dict[str, Any]:
         facts["huge_pages"] = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
     from importlib.metadata import PackageNotFoundError, version
 
-    for package in ("torch", "diffusers", "transformers", "accelerate", "safetensors", "metashard"):
+    for package in ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "metashard"):
         with contextlib.suppress(PackageNotFoundError):
             facts[package] = version(package)
     return facts

@@ -229,7 +229,7 @@ def test_the_command_line_writes_and_damages(tmp_path: Path, capsys: Any) -> Non
     [
         (["--family", "sd9"], "unknown family 'sd9'"),
         (["--family", "flux", "--layers", "0"], "layers must be at least 1"),
-        (["--family", "flux", "--scale", "1.5"], "--scale must be above 0 and at most 1"),
+        (["--family", "flux", "--scale", "1.5"], "--scale is a part of the published depth"),
         (["--family", "flux", "--max-shard-size", "big"], "bad size 'big'"),
         (["--family", "flux", "--lora-rank", "0"], "rank must be at least 1"),
         (["--family", "flux", "--damage", "rust"], "unknown damage 'rust'"),

@@ -211,7 +211,7 @@ def layers_at(family: str, scale: float) -> int:
     if family not in FAMILIES:
         raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}")
     if not 0 < scale <= 1:
-        raise UsageError(f"--scale must be above 0 and at most 1, got {scale:g}")
+        raise UsageError(f"--scale is a part of the published depth: expected more than 0 and at most 1, got {scale:g}")
     return max(1, round(FAMILIES[family].layers * scale))
 
 
