@@ -88,7 +88,7 @@ def write_pipeline(
         lora_rank: Also write an adapter of this rank for each component, into `lora/` (see `write_lora`).
         overwrite: Replace weight files of the same names.
 
-    Peak host memory: about 50 MB, plus the small text encoder.
+    Peak host memory: about 25 MB above the libraries, whatever the size.
 
     Raises:
         UsageError: Unknown family, a bad size or depth, files in the way, too little disk space. Nothing was written.
