@@ -31,6 +31,8 @@ class Bars:
         values: By flow, the one before first.
         ranges: Lowest and highest, by flow; a flow without one has no whisker.
         peers: Flows that are of others, drawn in another colour.
+        beyond: What comes with it to how much, by flow; drawn paler behind the bar.
+        beyond_title: What that is.
     """
 
     title: str
@@ -38,6 +40,8 @@ class Bars:
     values: Mapping[str, float]
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     peers: frozenset[str] = frozenset()
+    beyond: Mapping[str, float] = field(default_factory=dict)
+    beyond_title: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,15 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
     for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
         names, values = list(panel.values), list(panel.values.values())
         colours = [BEFORE if i == 0 else PEER if name in panel.peers else AFTER for i, name in enumerate(names)]
+        if panel.beyond:
+            axes.barh(names, [panel.beyond[name] for name in names], color=colours, height=0.68, alpha=0.3)
         axes.barh(names, values, color=colours, height=0.68)
         axes.invert_yaxis()
-        axes.set_xlim(0, max([*values, *(high for _, high in panel.ranges.values()), 1e-9]) * 1.32)
+        highest = max([*values, *(high for _, high in panel.ranges.values()), *panel.beyond.values(), 1e-9])
+        axes.set_xlim(0, highest * 1.32)
         for at, (name, value) in enumerate(panel.values.items()):
             low, high = panel.ranges.get(name, (value, value))
+            end = max(value, high, panel.beyond.get(name, 0.0))
             if high > low:
                 axes.plot([low, high], [at, at], color=INK, linewidth=1)
             less = f"  ({ratio(values[0], value)} less)" if at and value < values[0] else ""
@@ -110,7 +118,9 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in kinds.items()]
-    figure.legend(handles=patches, ncols=3, fontsize=8, labelcolor=INK, loc="outside lower center", frameon=False)
+    beyond = {panel.beyond_title for row in rows for panel in row if panel.beyond}
+    patches += [Patch(color=BEFORE, alpha=0.3, label=f"paler: {title}") for title in sorted(beyond)]
+    figure.legend(handles=patches, ncols=4, fontsize=8, labelcolor=INK, loc="outside lower center", frameon=False)
     _save(figure, path)
 
 

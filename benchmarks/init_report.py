@@ -116,6 +116,8 @@ def panels(summaries: Sequence[Summary]) -> list[Bars]:
             "GB",
             {summary.flow: summary.peak_host_bytes / 1e9 for summary in ran},
             peers=others,
+            beyond={summary.flow: summary.peak_resident_bytes / 1e9 for summary in ran},
+            beyond_title="with mapped files",
         ),
     ]
     if any(summary.peak_device_bytes for summary in ran):
