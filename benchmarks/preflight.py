@@ -220,6 +220,9 @@ def on_all_ranks(check: Callable[[], T]) -> T:
         if problem is not None and not same:
             problem += f" (rank {first})"
     if problem is not None:
+        if dist.is_initialized() and dist.is_torchelastic_launched():
+            _outlive_torchrun()
+            dist.barrier()  # nobody leaves before all are safe from being ended without having said why
         raise UsageError(problem)
     return value  # type: ignore[return-value]
 
@@ -227,18 +230,22 @@ def on_all_ranks(check: Callable[[], T]) -> T:
 def command_line(name: str, run: Callable[[], int]) -> int:
     """Runs a script's body; exit code 2 and one line on stderr where the input was bad.
 
-    Every rank prints the line: each may have a log of its own. From then on SIGTERM, which torchrun sends to those that
-    have not left when the first one has, ends a rank with the same exit code.
+    Every rank prints the line: each may have a log of its own.
     """
     try:
         return run()
     except UsageError as error:
-        with contextlib.suppress(ValueError):  # not the main thread
-            if dist.is_torchelastic_launched():
-                signal.signal(signal.SIGTERM, lambda *_: os._exit(BAD_INPUT))
+        if dist.is_torchelastic_launched():
+            _outlive_torchrun()
         sys.stderr.write(f"{name}: {one_line(error)}\n")  # in one piece: other ranks write to the same terminal
         sys.stderr.flush()
         return BAD_INPUT
+
+
+def _outlive_torchrun() -> None:
+    """Ignores the SIGTERM that torchrun sends once a rank has left: each leaves with its own exit code."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def positive(values: dict[str, float | Sequence[float] | None], *, least: float = 1) -> None:

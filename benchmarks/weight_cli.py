@@ -96,7 +96,7 @@ def _checked(args: argparse.Namespace, device: torch.device) -> WeightFiles:
     def check() -> WeightFiles:
         positive({"--repeats": args.repeats})
         positive({"--warmup": args.warmup}, least=0)
-        if args.json is not None:
+        if args.json is not None and dist.get_rank() == 0:  # which writes it
             if args.json.is_dir() or not args.json.absolute().parent.is_dir():
                 raise UsageError(f"--json {args.json}: expected the name of a file in a folder that exists")
             check_disk(args.json.absolute().parent, 0)
