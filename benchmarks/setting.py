@@ -84,9 +84,7 @@ def depth(family: str, layers: int | None, scale: float | None) -> int | None:
         return layers
     if layers is not None:
         raise UsageError("--layers and --scale both set the depth: pass one of them")
-    if not 0 < scale <= 1:
-        raise UsageError(f"--scale is a part of the published depth: expected more than 0 and at most 1, got {scale:g}")
-    return max(1, round(make_checkpoint.FAMILIES[family].config["num_layers"] * scale))
+    return make_checkpoint.layers_at(family, scale)
 
 
 def model_elements(family: str, layers: int | None) -> int:

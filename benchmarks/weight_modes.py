@@ -120,8 +120,10 @@ def mapped(setting: Setting) -> Callable[[], Held]:
 def touch(tensor: torch.Tensor) -> int:
     """Reads every byte of a contiguous tensor: the sum of its 8-byte words and of the bytes around them."""
     flat = as_bytes(tensor)
-    start = min(-flat.storage_offset() % 8, flat.numel())  # words lie at multiples of their size
+    start = -flat.storage_offset() % 8  # words lie at multiples of their size
     stop = start + (flat.numel() - start) // 8 * 8
+    if stop <= start:
+        return int(flat.sum())
     return sum(int(part.sum()) for part in (flat[:start], flat[start:stop].view(torch.int64), flat[stop:]))
 
 

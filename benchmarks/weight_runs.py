@@ -130,7 +130,9 @@ def measure(
     results: dict[str, ModeResult] = {}
     for number in range(warmup + repeats):
         for mode in modes:
+            gc.collect()  # modules and the groups that they hold go in cycles
             if cold:
+                dist.barrier()  # until no rank has pages mapped any more
                 on_all_ranks(lambda: _evict(setting))
             elapsed, held = _run(mode, setting)
             if number >= warmup:
@@ -160,7 +162,6 @@ def _evict(setting: Setting) -> None:
 
 def _run(mode: Mode, setting: Setting) -> tuple[float, Held]:
     """(seconds of the slowest rank, what this rank ended up with)."""
-    gc.collect()  # modules and the groups that they hold go in cycles
     load = mode.prepare(setting)
     dist.barrier()
     start = time.perf_counter()

@@ -279,3 +279,27 @@ def test_under_torchrun_every_rank_leaves_with_the_line_and_exit_code_2(model: P
     assert len(set(ours)) == 1
     assert sum("exitcode  : 2" in line for line in lines) == 2
     assert not any('weight_loading.py", line' in line for line in lines)  # torchrun has a traceback of its own
+
+
+# ---- what is checked before anything is written or loaded -----------------------------------------------------------
+
+
+def test_disk_is_checked_where_the_folder_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    preflight.check_disk(tmp_path / "not" / "yet", 0)
+    with pytest.raises(preflight.UsageError, match="is a file"):
+        preflight.check_disk(tmp_path / "file" / "below", 0)
+    with pytest.raises(preflight.UsageError, match="too little disk"):
+        preflight.check_disk(tmp_path / "not" / "yet", 1 << 60)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(preflight.UsageError, match="no permission to write"):
+        preflight.check_disk(tmp_path, 0)
+
+
+def test_memory_is_checked_for_all_ranks_of_the_host_together() -> None:
+    available = preflight.available_memory()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    preflight.check_memory(available // 100, 4)
+    with pytest.raises(preflight.UsageError, match="takes 4 x"):
+        preflight.check_memory(available, 4)

@@ -126,8 +126,9 @@ def test_memory_of_writing_is_that_of_a_piece(tmp_path: Path, monkeypatch: pytes
     """By the writer's own counter, at a piece that is far smaller than the tensors, for many of them."""
     monkeypatch.setattr(checkpoint_writer, "PIECE", 1 << 9)
     small, large = write_tiny(tmp_path / "small", layers=1), write_tiny(tmp_path / "large", layers=8)
-    assert large.weight_bytes > 3 * small.weight_bytes > 50 * small.peak_buffer_bytes
-    assert small.peak_buffer_bytes == large.peak_buffer_bytes == (1 << 9) * (4 + 4)  # drawn, and the fp32 buffers' cast
+    assert large.weight_bytes > 3 * small.weight_bytes > 20 * small.peak_buffer_bytes
+    piece = (1 << 9) * (4 + 2)  # as drawn in fp32, and as written in bf16
+    assert small.peak_buffer_bytes == large.peak_buffer_bytes == piece
 
 
 def test_memory_of_the_process_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
@@ -135,8 +136,8 @@ def test_memory_of_the_process_does_not_grow_with_the_checkpoint(tmp_path: Path)
     wide = dict(TINY, num_attention_heads=16, attention_head_dim=128, caption_projection_dim=2048)
     with Memory() as memory:
         written = write_tiny(tmp_path / "wide", layers=1, config=wide, max_shard_bytes=10**9)
-    assert written.weight_bytes > 128 * MIB
-    assert memory.peak_host < 48 * MIB
+    assert written.weight_bytes > 256 * MIB
+    assert memory.peak_host < 64 * MIB, memory.peak_host
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -210,13 +211,12 @@ def test_damage_that_needs_an_index_says_so(tmp_path: Path) -> None:
 # ---- make_checkpoint's command line ---------------------------------------------------------------------------------
 
 
-def test_the_command_line_writes_and_damages(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_line_writes_and_damages(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(tmp_path), "--family", "wan2.1-t2v-1.3b", "--scale", "0.01", "--dtype", "fp16"]
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setitem(make_checkpoint.FAMILIES["wan2.1-t2v-1.3b"].config, "num_attention_heads", 1)
-        patch.setitem(make_checkpoint.FAMILIES["wan2.1-t2v-1.3b"].config, "ffn_dim", 64)
-        assert make_checkpoint.main([*arguments, "--lora-rank", "2", "--damage", "truncated"]) == 0
+    config = make_checkpoint.FAMILIES["wan2.1-t2v-1.3b"].config
+    monkeypatch.setitem(config, "num_attention_heads", 1)
+    monkeypatch.setitem(config, "ffn_dim", 64)
+    assert make_checkpoint.main([*arguments, "--lora-rank", "2", "--damage", "truncated"]) == 0
     out = capsys.readouterr().out
     assert "transformer-diffusers, transformer-peft" in out
     assert "damaged (truncated)" in out
@@ -229,7 +229,7 @@ def test_the_command_line_writes_and_damages(tmp_path: Path, capsys: Any) -> Non
     [
         (["--family", "sd9"], "unknown family 'sd9'"),
         (["--family", "flux", "--layers", "0"], "layers must be at least 1"),
-        (["--family", "flux", "--scale", "1.5"], "--scale must be above 0 and at most 1"),
+        (["--family", "flux", "--scale", "1.5"], "--scale is a part of the published depth"),
         (["--family", "flux", "--max-shard-size", "big"], "bad size 'big'"),
         (["--family", "flux", "--lora-rank", "0"], "rank must be at least 1"),
         (["--family", "flux", "--damage", "rust"], "unknown damage 'rust'"),

@@ -131,8 +131,9 @@ def write_file(
             _write_all(file, len(encoded).to_bytes(8, "little") + encoded)
             for spec in specs:
                 for piece, buffer_bytes in _values(spec, seed, scope):
-                    _write_all(file, memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
+                    _write_all(file, memoryview(piece.view(torch.uint8).numpy()))
                     written += Written(piece.nbytes, buffer_bytes)
+                    del piece  # before the next tensor has memory of its own
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -159,11 +160,15 @@ def _values(spec: TensorSpec, seed: int, scope: str) -> Iterator[tuple[torch.Ten
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     *path, last = spec.key.split(".")
     is_scale = last == "weight" and len(spec.shape) == 1 and any("norm" in part for part in path)
-    piece = torch.empty(min(PIECE, spec.numel))
+    drawn = torch.empty(min(PIECE, spec.numel))
+    cast = drawn if spec.dtype == torch.float32 else torch.empty_like(drawn, dtype=spec.dtype)
+    held = drawn.nbytes + (cast.nbytes if cast is not drawn else 0)
     for start in range(0, spec.numel, PIECE):
-        drawn = piece[: spec.numel - start].normal_(1.0 if is_scale else 0.0, STD, generator=generator)
-        cast = drawn.to(spec.dtype)
-        yield cast, piece.nbytes + (cast.nbytes if cast is not drawn else 0)
+        count = min(PIECE, spec.numel - start)
+        drawn[:count].normal_(1.0 if is_scale else 0.0, STD, generator=generator)
+        if cast is not drawn:
+            cast[:count].copy_(drawn[:count])
+        yield cast[:count], held
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

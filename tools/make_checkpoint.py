@@ -88,7 +88,7 @@ def write_pipeline(
         lora_rank: Also write an adapter of this rank for each component, into `lora/` (see `write_lora`).
         overwrite: Replace weight files of the same names.
 
-    Peak host memory: about 50 MB, plus the small text encoder.
+    Peak host memory: about 25 MB above the libraries, whatever the size.
 
     Raises:
         UsageError: Unknown family, a bad size or depth, files in the way, too little disk space. Nothing was written.
@@ -211,7 +211,7 @@ def layers_at(family: str, scale: float) -> int:
     if family not in FAMILIES:
         raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}")
     if not 0 < scale <= 1:
-        raise UsageError(f"--scale must be above 0 and at most 1, got {scale:g}")
+        raise UsageError(f"--scale is a part of the published depth: expected more than 0 and at most 1, got {scale:g}")
     return max(1, round(FAMILIES[family].layers * scale))
 
 
