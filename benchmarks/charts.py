@@ -99,15 +99,9 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
             end = max(value, high, panel.beyond.get(name, 0.0))
             if high > low:
                 axes.plot([low, high], [at, at], color=INK, linewidth=1)
-            less = f"  ({ratio(values[0], value)} less)" if at and value < values[0] else ""
-            axes.annotate(
-                f"{value:.3g}{less}",
-                (max(value, high), at),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
+            less = f"  ({ratio(values[0], value)} less)" if at and value < 0.95 * values[0] else ""
+            look = dict(xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+            axes.annotate(f"{value:.3g}{less}", (end, at), **look)
         _style(axes, panel.title)
         axes.set_xlabel(panel.unit, fontsize=8, color=INK)
         axes.grid(axis="x", color=GRID, linewidth=0.6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ class Setup:
     @property
     def stem(self) -> str:
         """For the names of files."""
-        name = self.subject.model.replace(", ", "-").replace(" blocks", "").replace(" ", "-")
+        name = re.sub(r", (\d+) blocks?$", r"-\1", self.subject.model).replace(" ", "-")
         return name + ("-lora" if self.case.adapter else "")
 
 
@@ -206,23 +207,30 @@ def run_all(setup: Setup, on_result: Callable[[RunResult], None]) -> list[RunRes
     return results
 
 
-def compare(setup: Setup, results: Sequence[RunResult], on_result: Callable[[RunResult], None]) -> list[Check]:
-    """What was loaded, held against the first flow and, with an adapter, against loads made for this purpose."""
+def compare_shards(setup: Setup, results: Sequence[RunResult]) -> list[Check]:
+    """Every flow's shards, in every run, against those of the first run that loaded."""
     checks = []
     for nproc in setup.world_sizes:
         loaded = [run for run in results if run.nproc == nproc and run.status == "ok"]
-        plain: tuple[Any, ...] = ()
-        adapter: str | None = None
-        if setup.case.adapter is not None:
-            plain, adapter = _references(setup, nproc, on_result)
-        for flow in dict.fromkeys(run.flow for run in loaded):
-            mine = [run for run in loaded if run.flow == flow]
+        for flow, mine in _by_flow(loaded):
             checks.append(Check(flow, nproc, SHARDS, all(run.digests == loaded[0].digests for run in mine)))
-            if setup.case.adapter is not None:
-                base = all(tuple(rank.base_digest for rank in run.ranks) == plain for run in mine)
-                added = all(rank.adapter_digest == adapter for run in mine for rank in run.ranks)
-                checks += [Check(flow, nproc, BASE, base), Check(flow, nproc, ADAPTER, added and adapter is not None)]
     return checks
+
+
+def compare_adapter(setup: Setup, results: Sequence[RunResult], on_result: Callable[[RunResult], None]) -> list[Check]:
+    """Base and adapter of every flow against loads made for this purpose; nothing where there is no adapter."""
+    checks: list[Check] = []
+    for nproc in setup.world_sizes if setup.case.adapter else ():
+        plain, adapter = _references(setup, nproc, on_result)
+        for flow, mine in _by_flow([run for run in results if run.nproc == nproc and run.status == "ok"]):
+            base = all(tuple(rank.base_digest for rank in run.ranks) == plain for run in mine)
+            added = adapter is not None and all(rank.adapter_digest == adapter for run in mine for rank in run.ranks)
+            checks += [Check(flow, nproc, BASE, base), Check(flow, nproc, ADAPTER, added)]
+    return checks
+
+
+def _by_flow(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
+    return [(flow, [run for run in runs if run.flow == flow]) for flow in dict.fromkeys(run.flow for run in runs)]
 
 
 def _references(

@@ -40,7 +40,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
 from comparison import (  # noqa: E402  found by the line above
     add_arguments,
-    compare,
+    compare_adapter,
+    compare_shards,
     run_all,
     set_up,
     show,
@@ -85,7 +86,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     print(f"{setup.facts['checkpoint']}, {args.dtype}, {setup.case.device}, {', '.join(setup.flows)}", flush=True)
     results = run_all(setup, show)
-    checks = compare(setup, results, show)
+    checks = compare_shards(setup, results) + compare_adapter(setup, results, show)
     summaries = summarise(results, reference=next(iter(setup.flows)))
     facts = setup.facts | {
         "minutes": round((time.monotonic() - started) / 60, 1),

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
 from charts import Timeline, can_draw, draw_timelines  # noqa: E402  found by the line above
-from comparison import PROMISES, Setup, add_arguments, compare, run_all, set_up, show, verdict  # noqa: E402
+from comparison import PROMISES, Setup, add_arguments, compare_shards, run_all, set_up, show, verdict  # noqa: E402
 from phases import Stretch, seconds_by_phase  # noqa: E402
 from preflight import command_line  # noqa: E402
 
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     results = run_all(setup, show)
-    checks = compare(setup, results, show)
+    checks = compare_shards(setup, results)
     facts = setup.facts | {"minutes": round((time.monotonic() - started) / 60, 1)}
     drawing = can_draw()
     for nproc in setup.world_sizes:

@@ -116,7 +116,7 @@ def find_subject(
     if args.model_path is not None:
         if args.family or args.layers or getattr(args, "scale", None):
             raise UsageError("--family and depth are for a checkpoint that is made: leave out --model-path")
-        return _subject(args.model_path, components or (None,), args.model_path.name)
+        return _subject(args.model_path, components or (None,), args.model_path.resolve().name)
     import make_checkpoint
 
     family = args.family or (QUICK_FAMILY if args.quick else FAMILY)
@@ -131,7 +131,7 @@ def find_subject(
     return _subject(
         out,
         components or make_checkpoint.FAMILIES[family].components,
-        family + (f", {layers} blocks" if layers else ""),
+        family + (f", {layers} block{'s' if layers > 1 else ''}" if layers else ""),
     )
 
 
