@@ -3,7 +3,7 @@
 #     make demo                                             a synthetic checkpoint on 2 CPU ranks, every strategy
 #     make demo MODEL=/path COMPONENT=transformer NPROC=8   your own checkpoint, on GPUs where there are any
 #     make test [ARGS='-k plan -x']                         the tests
-#     make examples                                         both training examples, a few steps on 2 CPU ranks
+#     make examples                                         the training examples, a few steps on 2 CPU ranks
 #     make lint | make fix                                  ruff and mypy: check, or repair what can be repaired
 #     make clean                                            remove caches and the demo's checkpoint (keeps .venv)
 
@@ -48,6 +48,7 @@ examples: export OMP_NUM_THREADS := 1
 examples: $(STAMP)
 	$(BIN)/python examples/train_lora.py --smoke
 	$(BIN)/python examples/train_full.py --smoke
+	$(BIN)/python examples/train_ray.py --smoke
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -360,7 +360,7 @@ def by_rank_0(folder: str, name: str) -> list[str]:
 
 
 def test_rank_0_has_real_weights_where_transformers_is_told_to_load_none(folders, ranks2):
-    """accelerate's RAM efficient loading, on by default: transformers reads files on the first process of a host only."""
+    """accelerate's RAM efficient loading, on by default: the first process of a host reads for the others."""
     name = "LlamaForCausalLM-tied"
     assert ranks2.run(by_rank_0, folders[name], name) == [[], []]
 
@@ -388,9 +388,7 @@ def refused(folder: str, kind: str) -> str:
             state.fsdp_plugin = MetaShardPlugin()
         elif kind.startswith("a mesh"):
             state.parallelism_config = ParallelismConfig(dp_shard_size=2)
-            one = torch.distributed.device_mesh.DeviceMesh(
-                "cpu", [0], mesh_dim_names=("dp_shard",), _init_backend=False
-            )
+            one = DeviceMesh("cpu", [0], mesh_dim_names=("dp_shard",), _init_backend=False)
             state.device_mesh = one if kind == "a mesh of one rank" else cpu_mesh()
         elif kind == "late checkpointing":
             plugin._checkpointing = True
