@@ -49,6 +49,7 @@ examples: $(STAMP)
 	$(BIN)/python examples/train_lora.py --smoke
 	$(BIN)/python examples/train_full.py --smoke
 	$(BIN)/python examples/train_ray.py --smoke
+	$(BIN)/python examples/train_dreambooth_lora.py --smoke
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
