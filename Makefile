@@ -4,7 +4,7 @@
 #     make demo MODEL=/path COMPONENT=transformer NPROC=8   your own checkpoint, on GPUs where there are any
 #     make test [ARGS='-k plan -x']                         the tests
 #     make bench [OUT=DIR]                                  all benchmarks in small form: reports and charts in .bench
-#     make examples                                         both training examples, a few steps on 2 CPU ranks
+#     make examples                                         the training examples, a few steps on 2 CPU ranks
 #     make lint | make fix                                  ruff and mypy: check, or repair what can be repaired
 #     make clean                                            remove caches, the demo's checkpoint and .bench (keeps .venv)
 
@@ -66,6 +66,8 @@ examples: export OMP_NUM_THREADS := 1
 examples: $(STAMP)
 	$(BIN)/python examples/train_lora.py --smoke
 	$(BIN)/python examples/train_full.py --smoke
+	$(BIN)/python examples/train_ray.py --smoke
+	$(BIN)/python examples/train_dreambooth_lora.py --smoke
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

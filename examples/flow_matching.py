@@ -1,6 +1,6 @@
-"""What both examples share: ranks, a small checkpoint, generated pictures, the flow-matching loss, checkpoints.
+"""What the examples share: ranks, a small checkpoint, generated pictures, the flow-matching loss, checkpoints.
 
-Nothing in here is about loading; that is `train_lora.py` and `train_full.py`.
+Nothing in here is about loading; that is `train_lora.py`, `train_full.py` and the others.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 # A second group of parameters in one FSDP module, over the same ranks (see shard.py, [Note: dtype groups]). The result
 # type of a public argument of `fully_shard`, but not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor
 
 # Which part of a DTensor a rank holds: a second opinion beside our own plan, for `verify="full"`.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -42,6 +43,7 @@ __all__ = [
     "default_dtype",
     "default_store",
     "diffusers_fixed_keys",
+    "held_tensor",
     "ignored_by",
     "library_from_pretrained",
     "named_by_members",
@@ -59,6 +61,11 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
     `to_empty` itself would wipe the buffers. FSDP overrides `_apply` to re-pad and re-register its shards afterwards.
     """
     module._apply(fn)
+
+
+def held_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The very tensor object that a parameter keeps its shard in; `to_local` makes a new one of a parameter's."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def set_group_policy(module: nn.Module, mesh_infos: list[Any], policy: Any) -> None:

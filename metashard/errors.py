@@ -87,3 +87,7 @@ class ShardError(LoadError, ValueError):
 
 class AdapterError(LoadError, ValueError):
     """An adapter cannot be added: no module matches its targets, it is made for another model, or it comes too late."""
+
+
+class LaunchError(LoadError, ValueError):
+    """The processes are not as a load needs them: no launcher, another kind of sharding, a device too few or shared."""

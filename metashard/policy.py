@@ -29,8 +29,9 @@ class ShardPolicy:
         offload_policy: `CPUOffloadPolicy()` keeps parameters in host memory; buffers stay on the compute device.
         reshard_after_forward: As `fully_shard` takes it.
         shard_placement_fn: Parameter -> `Shard(dim)` or None.
-        ignored_params: Parameters to keep replicated, by FQN, or the objects themselves where they exist before the
-            load (`wrap_model`). 0-d parameters always are. Their gradients are averaged over the mesh.
+        ignored_params: Parameters to keep replicated: by FQN, as a predicate on an FQN, or the objects themselves where
+            they exist before the load (`wrap_model`). 0-d parameters always are. Their gradients are averaged over the
+            mesh.
     """
 
     wrap: WrapRule | None = None
@@ -38,7 +39,7 @@ class ShardPolicy:
     offload_policy: OffloadPolicy | None = None
     reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
-    ignored_params: Iterable[str | nn.Parameter] | None = None
+    ignored_params: Iterable[str | nn.Parameter] | Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, (str, type)):
@@ -47,15 +48,16 @@ class ShardPolicy:
             object.__setattr__(self, "wrap", tuple(self.wrap))
         if isinstance(self.ignored_params, str):
             raise ValueError(f"ignored_params={self.ignored_params!r}: expected an iterable of FQNs.")
-        if self.ignored_params is not None:
+        if self.ignored_params is not None and not callable(self.ignored_params):
             object.__setattr__(self, "ignored_params", tuple(self.ignored_params))
 
     def comparable(self) -> tuple[Any, ...]:
         """What ranks can compare of their policies: everything but functions and parameter objects."""
-        names = [item for item in self.ignored_params or () if isinstance(item, str)]
+        ignored = self.ignored_params or ()
+        names = "function" if callable(ignored) else sorted(item for item in ignored if isinstance(item, str))
         rule = self.wrap
         wrap = rule if rule is None else "function" if callable(rule) else [getattr(r, "__name__", r) for r in rule]
-        return (wrap, self.mp_policy, repr(self.offload_policy), self.reshard_after_forward, sorted(names))
+        return (wrap, self.mp_policy, repr(self.offload_policy), self.reshard_after_forward, names)
 
 
 @dataclass(frozen=True)

@@ -176,10 +176,12 @@ def choose_groups(module: nn.Module, policy: ShardPolicy) -> list[str]:
 
 
 def asked_to_ignore(module: nn.Module, policy: ShardPolicy) -> set[str]:
-    """FQNs of the parameters that the policy names, by FQN or by object."""
+    """FQNs of the parameters that the policy names, by FQN, predicate or object."""
+    slots = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.kind == "parameter"]
+    if callable(policy.ignored_params):
+        return {slot.fqn for slot, _ in slots if policy.ignored_params(slot.fqn)}
     asked = tuple(policy.ignored_params or ())
     given = {id(item) for item in asked}
-    slots = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.kind == "parameter"]
     names = {item for item in asked if isinstance(item, str)} | {s.fqn for s, tensor in slots if id(tensor) in given}
     unknown = sorted(names - {slot.fqn for slot, _ in slots})
     if unknown:

@@ -116,6 +116,20 @@ def test_apply_replaces_shards_keeps_buffers_and_tells_fsdp(ranks2: Ranks) -> No
     assert ranks2.run(applied) == [(True, True, True)] * 2
 
 
+def keeps_shards_in_one_object() -> list[bool]:
+    sharded = nn.Parameter(distribute_tensor(torch.ones(1, 3), cpu_mesh(), [Shard(0)]))
+    held, plain = _compat.held_tensor(sharded), nn.Parameter(torch.ones(2))
+    return [
+        held is _compat.held_tensor(sharded),
+        held.shape == sharded.to_local().shape,
+        _compat.held_tensor(plain) is plain,
+    ]
+
+
+def test_a_shard_is_held_in_one_tensor_object(ranks2: Ranks) -> None:
+    assert ranks2.run(keeps_shards_in_one_object) == [[True] * 3] * 2
+
+
 def test_default_dtype_is_put_back_and_left_alone_where_it_cannot_be_one() -> None:
     with _compat.default_dtype(torch.bfloat16):
         assert torch.ones(1).dtype == torch.bfloat16

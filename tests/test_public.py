@@ -13,6 +13,7 @@ NAMES = [
     "AdapterError",
     "CheckpointError",
     "ComponentError",
+    "LaunchError",
     "LayoutError",
     "LoadError",
     "LoadPlan",

@@ -249,7 +249,8 @@ def wrapped_stack(ignored: str, shape: tuple[int, ...], **policy: Any) -> tuple[
         names = ["shift", "blocks.1.inner.bias"]
     elif ignored == "object":
         names = [model.shift, model.blocks[1].inner.bias]
-    shard = ShardPolicy(ignored_params=names or None, **policy)
+    asked: Any = (lambda fqn: fqn in ("shift", "blocks.1.inner.bias")) if ignored == "predicate" else names or None
+    shard = ShardPolicy(ignored_params=asked, **policy)
     return metashard.wrap_model(model, mesh=cpu_mesh(*shape), shard=shard, load=LOAD), expected
 
 
@@ -280,6 +281,7 @@ def replicated_gradients(ignored: str, shape: tuple[int, ...]) -> dict[str, Any]
         ("none", ["scale"]),
         ("name", ["blocks.1.inner.bias", "scale", "shift"]),
         ("object", ["blocks.1.inner.bias", "scale", "shift"]),
+        ("predicate", ["blocks.1.inner.bias", "scale", "shift"]),
     ],
 )
 def test_0d_and_ignored_parameters_stay_replicated_and_their_gradients_are_averaged(
