@@ -6,6 +6,7 @@ Each line says why it is needed; `tests/test_compat.py` fails loudly when one of
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ __all__ = [
     "library_from_pretrained",
     "named_by_members",
     "patient_groups",
+    "recorded_save_file",
     "set_group_policy",
     "transformers_dtype_plan",
     "transformers_from_config",
@@ -138,6 +140,31 @@ def named_by_members(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._process_group_name = original
+
+
+@contextmanager
+def recorded_save_file(record: Callable[[Mapping[str, torch.Tensor], str, Mapping[str, str]], None]) -> Iterator[None]:
+    """Give the tensors of each safetensors file that a library wants to write to `record` instead.
+
+    There is no public way to learn what `save_pretrained` would write. diffusers calls `safetensors.torch.save_file`
+    by its module, transformers has imported it under another name.
+    """
+    import safetensors.torch
+
+    def save_file(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+        record(tensors, str(filename), metadata or {})
+
+    places = [(safetensors.torch, "save_file")]
+    if "transformers.modeling_utils" in sys.modules:
+        places.append((sys.modules["transformers.modeling_utils"], "safe_save_file"))
+    before = [getattr(module, name) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, save_file)
+        yield
+    finally:
+        for (module, name), original in zip(places, before, strict=True):
+            setattr(module, name, original)
 
 
 def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
