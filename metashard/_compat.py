@@ -196,7 +196,10 @@ def transformers_dtype_plan(module: nn.Module, dtype: torch.dtype) -> Callable[[
 
 
 def transformers_renamer(module: nn.Module) -> Callable[[str, Mapping[str, Any]], tuple[str, str | None]]:
-    """Checkpoint key -> (live key, source pattern of a value conversion or None), from transformers' own map."""
+    """Checkpoint key -> (live key, source pattern of a value conversion or None), from transformers' own map.
+
+    As transformers' loader does, it notes down in the module which transforms were used: a save reverts those.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -204,12 +207,15 @@ def transformers_renamer(module: nn.Module) -> Callable[[str, Mapping[str, Any]]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     prefix = module.base_model_prefix
+    used: Any = []
+    module._weight_conversions = used
 
     def rename(key: str, live: Mapping[str, Any]) -> tuple[str, str | None]:
         # As in transformers' `convert_and_load_state_dict_in_model`, steps 1 and 2.
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, live)
         if renamed not in live and key in live:
             renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=live)
+        used[:] = [transform for transform in transforms if transform.was_used()]
         return renamed, pattern
 
     return rename
