@@ -20,7 +20,7 @@ from metashard.load_plan import LoadPlan
 from metashard.lora import add_lora
 from metashard.policy import LoadPolicy, SavePolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
-from metashard.save import SaveReport, save_component
+from metashard.save import SaveReport, save_component, save_lora
 from metashard.shell import from_pretrained, init_context
 from metashard.verify import digest_shards
 
@@ -51,6 +51,7 @@ __all__ = [
     "load_components",
     "plan_load",
     "save_component",
+    "save_lora",
     "sync_model_dtypes",
     "wrap_model",
 ]

@@ -151,7 +151,9 @@ def recorded_save_file(record: Callable[[Mapping[str, torch.Tensor], str, Mappin
     """
     import safetensors.torch
 
-    def save_file(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+    def save_file(
+        tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None
+    ) -> None:
         record(tensors, str(filename), metadata or {})
 
     places = [(safetensors.torch, "save_file")]

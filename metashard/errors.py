@@ -1,8 +1,9 @@
 """The one home of metashard's exceptions.
 
 Every error raised because a load went wrong is a `LoadError`; its subclasses say which part was wrong. A save that went
-wrong is a `SaveError`. All of them carry the same typed attributes and survive pickling, because the rank where a failure happens sends the error itself to
-the others: every rank raises the same type with the same message (see `metashard.agree`).
+wrong is a `SaveError`. All of them carry the same typed attributes and survive pickling, because the rank where a
+failure happens sends the error itself to the others: every rank raises the same type with the same message (see
+`metashard.agree`).
 """
 
 from __future__ import annotations

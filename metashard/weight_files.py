@@ -98,7 +98,7 @@ def _variants(names: Iterable[str], stems: Iterable[str]) -> set[str | None]:
 
 
 def is_weights(name: str, stem: str, variant: str | None) -> bool:
-    """Whether a loader would take a safetensors file of this name, or an index, for weights of this stem and variant."""
+    """Whether a loader would take a safetensors file, or an index, of this name for weights of a stem and variant."""
     return ".safetensors" in name and _variants([name], [stem]) == {variant}
 
 

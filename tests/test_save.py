@@ -1,4 +1,4 @@
-"""Saving: the folder is, byte for byte, the one that `save_pretrained` writes in a single process; or nothing happens."""
+"""Saving: the folder is, byte for byte, what `save_pretrained` writes in a single process; or nothing happens."""
 
 from __future__ import annotations
 

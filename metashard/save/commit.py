@@ -54,9 +54,9 @@ class Stage:
         held = [name for name in os.listdir(folder) if not name.startswith(_PREFIX)] if folder.exists() else []
         if held and not overwrite:
             raise SaveError(
-                f"{folder} holds {len(held)} files or folders ({', '.join(sorted(held)[:3])}). Save to an empty folder, "
-                "or pass overwrite=True: files of the same names and other weights of the model are replaced, everything "
-                "else stays.",
+                f"{folder} holds {len(held)} files or folders ({', '.join(sorted(held)[:3])}). Save to an empty "
+                "folder, or pass overwrite=True: files of the same names and other weights of the model are replaced, "
+                "everything else stays.",
                 phase="resolve",
                 file=str(folder),
                 expected="a new or empty folder",
@@ -191,7 +191,9 @@ def _authority_first(name: str) -> tuple[bool, bool, str]:
 
 def _can_move(folder: Path) -> bool:
     """Whether the folder is, or would be, a plain directory on its parent's file system."""
-    return not folder.exists() or (not os.path.ismount(folder) and os.stat(folder).st_dev == os.stat(folder.parent).st_dev)
+    if not folder.exists():
+        return True
+    return not os.path.ismount(folder) and os.stat(folder).st_dev == os.stat(folder.parent).st_dev
 
 
 def _cannot_write(folder: Path, error: OSError) -> SaveError:
@@ -229,4 +231,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EBUSY, errno.EPERM):
         return False
     raise OSError(code, os.strerror(code), str(other))
-

@@ -60,8 +60,8 @@ def draw_up(write: Callable[[Path], None], folder: Path, sources: Mapping[int, s
         for key, tensor in tensors.items():
             if id(tensor) not in sources:
                 raise SaveError(
-                    f"{key}: the library converts values when it saves this model, which needs its weights whole. Gather "
-                    "it (get_model_state_dict with full_state_dict=True) and call its own save_pretrained.",
+                    f"{key}: the library converts values when it saves this model, which needs its weights whole. "
+                    "Gather it (get_model_state_dict with full_state_dict=True) and call its own save_pretrained.",
                     phase="layout",
                     key=key,
                 )

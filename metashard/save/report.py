@@ -37,11 +37,9 @@ class SaveReport:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.phases.items())
-        lines = [
-            f"metashard: saved {size_text(self.nbytes)} in {len(self.files)} files to {self.folder} in "
-            f"{self.seconds:.2f} s ({phases})",
-            "  rank    written       sent  peak host",
-        ]
+        what = f"{size_text(self.nbytes)} in {len(self.files)} files to {self.folder}"
+        lines = [f"metashard: saved {what} in {self.seconds:.2f} s ({phases})"]
+        lines.append("  rank    written       sent  peak host")
         for rank, (entry, written) in enumerate(zip(self.ranks, self.written, strict=True)):
             figures = (written, entry.bytes_sent, entry.peak_host_bytes)
             lines.append(f"  {rank:<4} " + " ".join(f"{size_text(value):>10}" for value in figures))

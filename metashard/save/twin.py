@@ -46,11 +46,11 @@ class Twin:
         self._made: dict[int, Any] = {}  # id of a module or tensor -> its twin
         self.sources: dict[int, str] = {}
         self.adapted: dict[str, nn.Module] = {}
-        self.root = self._module(_without_wrapper(module), "")
+        self.root = self._module(base_model(module), "")
         if not hasattr(self.root, "save_pretrained"):
             raise SaveError(
-                f"{type(self.root).__name__} has no save_pretrained: expected a model of diffusers or transformers. Save "
-                "other modules with torch.distributed.checkpoint.",
+                f"{type(self.root).__name__} has no save_pretrained: expected a model of diffusers or transformers. "
+                "Save other modules with torch.distributed.checkpoint.",
                 phase="resolve",
                 expected="a model with save_pretrained",
                 got=type(self.root).__name__,
@@ -99,8 +99,8 @@ class Twin:
             return self._without_adapters(trained[0] if trained else module.original_module, name)
         if not isinstance(module, BaseTunerLayer) or hasattr(module, "unload_and_optionally_merge_module"):
             raise SaveError(
-                f"{name}: an adapter of class {type(module).__name__} cannot be taken off. Save the adapter alone, with "
-                "save_lora or peft.",
+                f"{name}: an adapter of class {type(module).__name__} cannot be taken off. Save the adapter alone, "
+                "with save_lora or peft.",
                 phase="resolve",
                 key=name,
                 got=type(module).__name__,
@@ -109,8 +109,8 @@ class Twin:
             self.adapted[name] = module
         elif module.merged:
             raise SaveError(
-                f"{name}: adapter {', '.join(module.merged_adapters)} is merged into the base weight, so that it cannot "
-                'be left out. Unmerge it, or pass lora="merge".',
+                f"{name}: adapter {', '.join(module.merged_adapters)} is merged into the base weight, so that it "
+                'cannot be left out. Unmerge it, or pass lora="merge".',
                 phase="resolve",
                 key=name,
             )
@@ -166,9 +166,9 @@ def plain_class(module: nn.Module) -> type:
     return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
-def _without_wrapper(module: nn.Module) -> nn.Module:
+def base_model(module: nn.Module) -> nn.Module:
     """The model inside a `PeftModel`."""
-    return module.get_base_model() if _is_wrapper(module) else module  # type: ignore[operator,no-any-return]
+    return module.get_base_model() if _is_wrapper(module) else module  # type: ignore[operator]
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -195,5 +195,3 @@ def put_back_shards(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, FSDPModule):
             sub.reshard()
-
-
