@@ -81,9 +81,7 @@ def saves_as_peft(kind: str, folder: str, out: str, rank: int = 4) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_format_is_that_of_one_process(
-    ranks2: Ranks, folders: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_peft_format_is_that_of_one_process(ranks2: Ranks, folders: dict[str, str], tmp_path: Path, kind: str) -> None:
     """Weights and config, byte for byte; nothing but the adapter is written."""
     assert ranks2.run(saves_as_peft, kind, folders[KINDS[kind][0]], str(tmp_path)) == [[], []]
 
