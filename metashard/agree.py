@@ -261,7 +261,7 @@ def _is_cut_off(error: BaseException) -> bool:
     )
 
 
-def _control(ranks: tuple[int, ...], timeout: float, error: type[MetaShardError]) -> Control:
+def _control(ranks: tuple[int, ...], timeout: float, error: type[MetaShardError] = LoadError) -> Control:
     world = dist.group.WORLD
     if world is None:
         raise error("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
