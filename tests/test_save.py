@@ -355,28 +355,42 @@ def test_a_failure_is_every_rank_s_and_leaves_the_folder_as_it_was(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def rename_faults(folder: str, out: str, before: dict[str, bytes]) -> list[str]:
-    """Let each rename of a replacement file by file fail in turn."""
-    found = []
-    module = zoo.CASES[SD3].load(folder, BF16)
-    for n in range(1, 100):
-        failing = NthCall(os.rename, n, FULL_DISK)
-        try:
-            with patch.object(commit, "_can_move", not_movable), patch.object(os, "rename", failing):
-                save_component(module, out, overwrite=True, save=POLICY)
-        except SaveError:
-            if snapshot(Path(out)) != before:
-                found.append(f"rename {n}: the folder has changed")
-            continue
-        return [*found, f"{n - 1} renames"]
-    return found
-
-
-def test_a_failed_rename_puts_everything_back(models: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_rename_puts_everything_back(models: str, tmp_path: Path, place: str) -> None:
+    """Each rename of a replacement fails in turn."""
     before = filled(tmp_path / "out")
-    told = rename_faults(f"{models}/{SD3}", str(tmp_path / "out"), before)
-    assert len(told) == 1, told
-    assert int(told[0].split()[0]) > 5, told
+    module = zoo.CASES[SD3].load(f"{models}/{SD3}", BF16)
+    for n in range(1, 100):
+        with ExitStack() as stack:
+            for name, made in PLACES[place].items():
+                stack.enter_context(patch.object(commit, name, made))
+            stack.enter_context(patch.object(os, "rename", NthCall(os.rename, n, FULL_DISK)))
+            try:
+                save_component(module, tmp_path / "out", overwrite=True)
+            except SaveError:
+                assert snapshot(tmp_path / "out") == before, f"rename {n}"
+                assert os.listdir(tmp_path) == ["out"], f"rename {n}"
+            else:
+                break
+    assert n > 3
+
+
+def test_what_cannot_be_put_back_is_kept(models: str, tmp_path: Path) -> None:
+    """A rename fails, and so do all that follow: nothing of the old folder is removed."""
+    before = filled(tmp_path / "out")
+    module = zoo.CASES[SD3].load(f"{models}/{SD3}", BF16)
+    rename, calls = os.rename, []
+
+    def stuck(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 1:
+            raise FULL_DISK
+        rename(*args)
+
+    with patch.object(os, "rename", stuck), pytest.raises(SaveError):
+        save_component(module, tmp_path / "out", overwrite=True)
+    everything = {Path(name).name: value for name, value in snapshot(tmp_path).items()}
+    assert {Path(name).name for name in before} <= everything.keys()
 
 
 def killed_at(folder: str, out: str, fault: str) -> None:

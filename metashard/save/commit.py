@@ -80,6 +80,7 @@ class Stage:
         self.path = stage_path(folder, self.name, beside=self.beside)
         (self.path / _OPEN).write_text(token)
         self._lock = os.open(self.path / _OPEN, os.O_RDONLY)
+        self._disposable = True  # nothing in it but what this save has made
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._clear_leftovers()
@@ -137,15 +138,23 @@ class Stage:
             os.rename(self.path, self.folder)
         else:
             shutil.copystat(self.folder, self.path)
-            if _exchange(self.path, self.folder):
-                for name in os.listdir(self.path):
-                    if name not in new and not stale(name):
-                        os.rename(self.path / name, self.folder / name)
-            else:
+            if not self._exchange_folders(new, stale):
                 self._rename_files(new, stale)
         for folder in (self.folder, self.folder.parent):
             with suppress(OSError):  # the renames are done: what was saved is there
                 _flush(folder)
+
+    def _exchange_folders(self, new: list[str], stale: Callable[[str], bool]) -> bool:
+        """Exchange the stage and the folder, and bring along what else was in it; False where the system cannot."""
+        if not _exchange(self.path, self.folder):
+            return False
+        self._disposable = False
+        others = [name for name in os.listdir(self.path) if name not in new and not stale(name)]
+        error = _move([(self.path / name, self.folder / name) for name in others])
+        self._disposable = error is None or _exchange(self.path, self.folder)
+        if error is not None:
+            raise error
+        return True
 
     def _rename_files(self, new: list[str], stale: Callable[[str], bool]) -> None:
         """File by file, see [Note: taking the place]."""
@@ -154,20 +163,33 @@ class Stage:
         old = [name for name in os.listdir(self.folder) if name in new or stale(name)]
         moves = [(self.folder / name, aside / name) for name in sorted(old, key=_authority_first)]
         moves += [(self.path / name, self.folder / name) for name in sorted(new, key=_authority_first, reverse=True)]
-        done = []
-        try:
-            for source, target in moves:
-                os.rename(source, target)
-                done.append((source, target))
-        except BaseException:
-            for source, target in reversed(done):
-                os.rename(target, source)
-            raise
+        self._disposable = False
+        error = _move(moves)
+        self._disposable = True
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        """Remove what is left of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what is left of it, unless it holds files of the old folder that could not be put back."""
+        if self._disposable:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            logger.error("%s holds files of %s that could not be put back", self.path, self.folder)
         os.close(self._lock)
+
+
+def _move(moves: list[tuple[Path, Path]]) -> BaseException | None:
+    """Rename all, or none and return why. Raises only if what was renamed could not be put back."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            os.rename(source, target)
+            done.append((source, target))
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
+        for source, target in reversed(done):
+            os.rename(target, source)
+        return error
+    return None
 
 
 def stage_path(folder: Path, name: str, *, beside: bool) -> Path:

@@ -58,7 +58,7 @@ def save_component(
     """
     run = SaveRun(module, Path(folder), overwrite, save)
     with run.going_on():
-        asked = (run.folder.name, str(max_shard_size), dtype, variant, lora, overwrite, save)
+        asked = (run.folder.name, str(max_shard_size), dtype, variant, lora, overwrite)
         run.agreement.same(asked, what="arguments", phase="resolve")
         with run.phase("resolve"):
             if lora not in ADAPTERS:

@@ -55,7 +55,7 @@ def save_lora(
     """
     run = SaveRun(module, Path(folder), overwrite, save)
     with run.going_on():
-        run.agreement.same((run.folder.name, format, adapter, component, save), what="arguments", phase="resolve")
+        run.agreement.same((run.folder.name, format, adapter, component, overwrite), what="arguments", phase="resolve")
         with run.phase("resolve"):
             if format not in FORMATS:
                 raise SaveError(f"format={format!r}: expected one of {', '.join(FORMATS)}.", phase="resolve")

@@ -52,7 +52,10 @@ def write_merged(
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A gathered copy, which merging may change."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) and tensor.numel() else tensor.clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    on_device: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]  # it may be offloaded
+    return on_device.full_tensor()
 
 
 def _copy(module: nn.Module, whole: Mapping[int, torch.Tensor]) -> nn.Module:

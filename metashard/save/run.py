@@ -24,6 +24,7 @@ from metashard.fill.target import Target, target
 from metashard.layout import named_slots
 from metashard.policy import SavePolicy
 from metashard.report import Recorder
+from metashard.run import FIRST_TIMEOUT
 from metashard.save.commit import Stage, sees, stage_path
 from metashard.save.layout import Layout, draw_up
 from metashard.save.merge import write_merged
@@ -56,6 +57,10 @@ class SaveRun:
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
         if dist.is_initialized():
             ranks = sorted({rank for mesh in meshes for rank in mesh_ranks(mesh)}) or range(dist.get_world_size())
+            # As in a load: ranks with other timeouts would make groups that never meet.
+            first = Agreement(ranks, timeout=FIRST_TIMEOUT, error=SaveError)
+            with first.told():
+                first.same(self.policy, what="policies", phase="resolve")
             self.agreement = Agreement(ranks, timeout=self.policy.timeout, error=SaveError)
         else:
             self.agreement = Alone(error=SaveError)
