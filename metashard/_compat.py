@@ -160,11 +160,17 @@ def recorded_save_file(record: Callable[[Mapping[str, torch.Tensor], str, Mappin
     if "transformers.modeling_utils" in sys.modules:
         places.append((sys.modules["transformers.modeling_utils"], "safe_save_file"))
     before = [getattr(module, name) for module, name in places]
+    bars: Any = getattr(sys.modules.get("transformers.modeling_utils"), "logging", None)
+    shown = bars is not None and bars.is_progress_bar_enabled()  # it would say that all is written when nothing is
     try:
+        if shown:
+            bars.disable_progress_bar()
         for module, name in places:
             setattr(module, name, save_file)
         yield
     finally:
+        if shown:
+            bars.enable_progress_bar()
         for (module, name), original in zip(places, before, strict=True):
             setattr(module, name, original)
 
