@@ -49,6 +49,7 @@ __all__ = [
     "patient_groups",
     "recorded_save_file",
     "set_group_policy",
+    "transformers_converted_back",
     "transformers_dtype_plan",
     "transformers_from_config",
     "transformers_renamer",
@@ -173,6 +174,14 @@ def recorded_save_file(record: Callable[[Mapping[str, torch.Tensor], str, Mappin
             bars.enable_progress_bar()
         for (module, name), original in zip(places, before, strict=True):
             setattr(module, name, original)
+
+
+def transformers_converted_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` makes of live tensors: other names, and for some models other tensors."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, torch.Tensor] = revert_weight_conversion(module, tensors)
+    return made
 
 
 def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:

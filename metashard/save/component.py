@@ -72,7 +72,6 @@ def save_component(
         return run.write(
             lambda path: root.save_pretrained(str(path), max_shard_size=max_shard_size, variant=variant),
             twin.sources,
-            adapted=twin.adapted,
-            merged={name: twin.sources[id(tensor)] for name, tensor in twin.tensors_of_adapted()},
+            twin=twin,
             stale=lambda name: is_weights(name, stem, variant),
         )

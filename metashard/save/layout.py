@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,13 +26,15 @@ class Layout:
         headers: File name -> its first bytes: length and JSON, as safetensors writes them.
         sizes: File name -> size in bytes, header included.
         entries: What the files hold, in the order of file and offset.
-        sources: Key -> name of the tensor whose bytes go there.
+        sources: Key -> name of the tensor whose bytes go there; without what is converted.
+        converted: Name of a tensor in the library's state dict -> keys of what the library makes of it.
     """
 
     headers: dict[str, bytes]
     sizes: dict[str, int]
     entries: tuple[Entry, ...]
     sources: dict[str, str]
+    converted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -40,32 +42,36 @@ class Layout:
         return sum(self.sizes.values())
 
 
-def draw_up(write: Callable[[Path], None], folder: Path, sources: Mapping[int, str]) -> Layout:
+def draw_up(
+    write: Callable[[Path], None],
+    folder: Path,
+    sources: Mapping[int, str],
+    conversions: Callable[[set[str], set[str]], dict[str, tuple[str, ...]]] = lambda made, others: {},
+) -> Layout:
     """Let a library write into `folder`, all but the tensors.
 
     Args:
         write: Calls the library; its tensors are on meta, or shards that nobody reads.
         folder: Takes configs and the index.
         sources: id of a tensor -> name of what holds its bytes.
+        conversions: Given the keys that are none of `sources`, and the names that are saved as they are: which tensors
+            the keys are made of.
 
     Raises:
-        SaveError: The library would write a tensor that is none of `sources`: it converts values on the way.
+        SaveError: The library would write a tensor that is none of `sources` and not made of one alone.
     """
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     entries: list[Entry] = []
     named: dict[str, str] = {}
+    made: set[str] = set()
 
     def record(tensors: Mapping[str, torch.Tensor], filename: str, metadata: Mapping[str, str]) -> None:
         for key, tensor in tensors.items():
-            if id(tensor) not in sources:
-                raise SaveError(
-                    f"{key}: the library converts values when it saves this model, which needs its weights whole. "
-                    "Gather it (get_model_state_dict with full_state_dict=True) and call its own save_pretrained.",
-                    phase="layout",
-                    key=key,
-                )
-            named[key] = sources[id(tensor)]
+            if id(tensor) in sources:
+                named[key] = sources[id(tensor)]
+            else:
+                made.add(key)
         name = Path(filename).name
         headers[name], found = header(name, tensors, metadata)
         entries.extend(found)
@@ -73,6 +79,14 @@ def draw_up(write: Callable[[Path], None], folder: Path, sources: Mapping[int, s
 
     with _compat.recorded_save_file(record):
         write(folder)
+    converted = conversions(made, set(named.values())) if made else {}
+    for key in sorted(made.difference(*converted.values())):
+        raise SaveError(
+            f"{key}: the library makes it of several weights when it saves this model, which needs them whole. Gather "
+            "them (get_model_state_dict with full_state_dict=True) and call its own save_pretrained.",
+            phase="layout",
+            key=key,
+        )
     seen: dict[str, str] = {}
     for key, source in named.items():
         if source in seen:
@@ -83,7 +97,7 @@ def draw_up(write: Callable[[Path], None], folder: Path, sources: Mapping[int, s
                 key=key,
             )
         seen[source] = key
-    return Layout(headers, sizes, tuple(entries), named)
+    return Layout(headers, sizes, tuple(entries), named, converted)
 
 
 def header(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:

@@ -27,10 +27,11 @@ from metashard.report import Recorder
 from metashard.run import FIRST_TIMEOUT
 from metashard.save.commit import Stage, sees, stage_path
 from metashard.save.layout import Layout, draw_up
-from metashard.save.merge import write_merged
+from metashard.save.made import Recipe, converting, merging, write_made
 from metashard.save.report import SaveReport
 from metashard.save.share import Share, share_of
 from metashard.save.travel import Lane, Receiver, Sender
+from metashard.save.twin import Twin
 from metashard.save.write import Files, Piece, Writer, check_accounts, pieces_of
 from metashard.watched import run_watched
 
@@ -97,8 +98,7 @@ class SaveRun:
         library: Callable[[Path], None],
         sources: Mapping[int, str],
         *,
-        adapted: Mapping[str, nn.Module] | None = None,
-        merged: Mapping[str, str] | None = None,
+        twin: Twin | None = None,
         stale: Callable[[str], bool] = lambda name: False,
     ) -> SaveReport:
         """Write what a library would into the folder, tensors from shards.
@@ -106,8 +106,7 @@ class SaveRun:
         Args:
             library: Writes into a folder; tensors that it gives to safetensors are known by `sources`.
             sources: id of a tensor -> name of the module's tensor whose bytes it stands for.
-            adapted: Layers to merge, see `write_merged`.
-            merged: Name of a tensor that comes of merging -> name of the module's tensor in whose place it goes.
+            twin: Knows what has to be made: layers to merge, tensors to convert.
             stale: Whether a file of this name in an old folder would be taken for a part of the new checkpoint.
         """
         stages: list[Stage] = []
@@ -117,7 +116,7 @@ class SaveRun:
             return stages[0].name, stages[0].beside, stages[0].token
 
         def lay_out() -> Layout:
-            layout = draw_up(library, stages[0].path, sources)
+            layout = draw_up(library, stages[0].path, sources, *([twin.conversions] if twin else []))
             stages[0].reserve(layout.headers, layout.sizes)
             return layout
 
@@ -127,7 +126,7 @@ class SaveRun:
             path = stage_path(self.folder, name, beside=beside)
             seeing = self.agreement.gather(sees(path, token))
             with Files(path) as files:
-                self._write_tensors(files, layout, seeing, adapted or {}, merged or {})
+                self._write_tensors(files, layout, seeing, twin)
                 with self.phase("flush"):
                     files.flush()
                 accounts = self.agreement.gather(files.account.figures)
@@ -151,19 +150,18 @@ class SaveRun:
         files: Files,
         layout: Layout,
         seeing: list[bool],
-        adapted: Mapping[str, nn.Module],
-        merged: Mapping[str, str],
+        twin: Twin | None,
     ) -> None:
-        """Every rank its shares, then what has to travel, then what comes of merging."""
+        """Every rank its shares, then what has to travel, then what has to be made."""
         ranks = self.agreement.ranks
         see = {rank for rank, does in zip(ranks, seeing, strict=True) if does}
         tensors = {slot.fqn: tensor for slot, tensor in named_slots(self.module, attributes=False)}
-        by_source = {source: key for key, source in layout.sources.items()}
-        skipped = set(merged.values())
+        merged = twin.merged() if twin else {}
+        replaced = set(merged.values())
         plain = [
             (number, entry, tensors[layout.sources[entry.key]])
             for number, entry in enumerate(layout.entries)
-            if layout.sources[entry.key] not in skipped
+            if entry.key in layout.sources and layout.sources[entry.key] not in replaced
         ]
         writer = Writer(files, threads=self.policy.io_threads, staging_bytes=self.policy.staging_bytes)
 
@@ -178,16 +176,18 @@ class SaveRun:
         blind = [rank for rank in ranks if rank not in see]
         if blind:
             self._travel(files, blind, shares)
-        if adapted:
+        recipes = list(_recipes(twin, layout, tensors)) if twin else []
+        if recipes:
             entries = {entry.key: (number, entry) for number, entry in enumerate(layout.entries)}
+            places = {source: key for key, source in layout.sources.items()}
 
             def write_one(name: str, value: torch.Tensor) -> None:
-                number, entry = entries[by_source[merged[name]]]
+                number, entry = entries[places[merged[name]] if name in merged else name]
                 share = share_of(number, entry, target(name, value), self.me, ranks, see)
                 writer.run(pieces_of(share, flat_local(value), most=writer.most))
 
             with self.phase("write"), _compat.patient_groups(self.groups, self.policy.timeout):
-                self._together(partial(write_merged, adapted, write_one))
+                self._together(partial(write_made, recipes, write_one))
 
     def _travel(self, files: Files, blind: list[int], shares: Callable[[int], Iterator[tuple[Share, Target]]]) -> None:
         """Let rank 0 write for those that do not see the folder."""
@@ -228,6 +228,15 @@ class SaveRun:
 def _pieces(shares: Iterator[tuple[Share, Target]], most: int) -> Iterator[Piece]:
     for share, held in shares:
         yield from pieces_of(share, held.flat, most=most)
+
+
+def _recipes(twin: Twin, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[Recipe]:
+    """What no shard holds as it is saved."""
+    for name, layer in twin.adapted.items():
+        yield merging(name, layer)
+    state = twin.root.state_dict() if layout.converted else {}
+    for name, keys in layout.converted.items():
+        yield converting(tensors[twin.sources[id(state[name])]], keys, partial(twin.convert, name))
 
 
 def _check(folder: Path, layout: Layout, accounts: list[dict[str, tuple[int, int]]]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from metashard import _compat
 from metashard.errors import SaveError
 from metashard.layout import Slot, named_slots, retype
 from metashard.shard import pinned_names
@@ -130,12 +131,32 @@ class Twin:
 
         retype(named_slots(self.root, attributes=False), wanted)
 
-    def tensors_of_adapted(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and twin of each tensor of a module that is to be merged."""
+    def merged(self) -> dict[str, str]:
+        """Name of each tensor that comes of merging -> name of the module's tensor in whose place it goes."""
+        found = {}
         for name in self.adapted:
             for slot, tensor in named_slots(self.root.get_submodule(name), attributes=False):
                 if slot.persistent:
-                    yield f"{name}.{slot.fqn}", tensor
+                    found[f"{name}.{slot.fqn}"] = self.sources[id(tensor)]
+        return found
+
+    def conversions(self, keys: set[str], as_they_are: set[str]) -> dict[str, tuple[str, ...]]:
+        """Name -> those of `keys` that transformers makes of that tensor when it saves (the experts of some models).
+
+        Args:
+            keys: What is made of some tensor.
+            as_they_are: Names of the tensors that are saved as they are.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for name, tensor in self.root.state_dict().items():
+            made = () if self.sources[id(tensor)] in as_they_are else tuple(self.convert(name, tensor))
+            if made and keys.issuperset(made):
+                found[name] = made
+        return found
+
+    def convert(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What transformers makes of one tensor when it saves."""
+        return _compat.transformers_converted_back(self.root, {name: value})
 
     def facts(self) -> Iterator[tuple[Any, ...]]:
         """What all ranks must have the same of: names, shapes, dtypes."""
