@@ -102,7 +102,7 @@ def plan_load(
     if obstacle is None:
         everything = targets + attributes
         figures = {"direct": _direct(everything, shape, load), "stream": _stream(everything, shape, load), **figures}
-    strategies = {name: _add_peaks(name, it, targets, shape, load, device_type) for name, it in figures.items()}
+    strategies = {name: _rank_plans(name, it, targets, shape, load, device_type) for name, it in figures.items()}
     chosen = load.strategy if load.strategy != "auto" else next(iter(strategies))
     if chosen not in strategies:
         raise ComponentError(f'Strategy "{chosen}" cannot load this: {obstacle}.', phase="plan", got=obstacle)
@@ -293,34 +293,39 @@ def _from_rank0(figures: _Figures, target: _Target, transport: str) -> None:
     figures.to_replicas += held
 
 
-def _add_peaks(
+def _rank_plans(
     strategy: str, figures: _Figures, targets: list[_Target], shape: tuple[int, ...], load: LoadPolicy, device: str
 ) -> tuple[RankPlan, ...]:
-    """Resident bytes, peaks, and the other replicas."""
+    """The ranks of the first replica, by `figures`, then of the others, which receive what the first one has."""
+    whole = sum(t.numel * t.size for t in targets) if strategy == "rank0" else 0
+    first = _with_peaks(figures, targets, load, device, whole)
+    if len(shape) == 1:
+        return first
+    sent, others = figures.to_replicas.tolist(), shape[0] - 1
+    first = tuple(
+        replace(plan, bytes_sent=plan.bytes_sent + n * others, network_bytes=plan.network_bytes + n * (others > 0))
+        for plan, n in zip(first, sent, strict=True)
+    )
+    plain = _with_peaks(_Figures(figures.ranks), targets, load, device, 0)
+    rest = tuple(replace(plan, bytes_received=n, network_bytes=n) for plan, n in zip(plain, sent, strict=True))
+    return first + rest * others
+
+
+def _with_peaks(
+    figures: _Figures, targets: list[_Target], load: LoadPolicy, device: str, whole: int
+) -> tuple[RankPlan, ...]:
+    """Resident bytes and peaks added; `whole` bytes are on the first rank at first, freed as shards fill."""
     for target in targets:
         figures.add(bytes_resident=target.counts * target.size)
     resident = figures.of["bytes_resident"]
-    host = torch.full_like(resident, load.staging_bytes)
-    if strategy == "rank0":  # all of it at first, freed tensor by tensor as shards fill
-        host += figures.first(sum(t.numel * t.size for t in targets))
+    host = torch.full_like(resident, load.staging_bytes) + figures.first(whole)
     if device == "cpu":
         host += resident
     else:
         figures.add(peak_device_bytes=resident + load.staging_bytes)
     figures.add(peak_host_bytes=host)
     columns = {name: vector.tolist() for name, vector in figures.of.items()}
-    replica = [RankPlan(**{name: columns[name][rank] for name in columns}) for rank in range(figures.ranks)]
-    if len(shape) == 1:
-        return tuple(replica)
-    sent = figures.to_replicas.tolist()
-    others = shape[0] - 1
-    first = [
-        replace(plan, bytes_sent=plan.bytes_sent + n * others, network_bytes=plan.network_bytes + n * (others > 0))
-        for plan, n in zip(replica, sent, strict=True)
-    ]
-    plain = _add_peaks("replica", _Figures(shape[-1]), targets, shape[1:], load, device)
-    rest = [replace(plan, bytes_received=n, network_bytes=n) for plan, n in zip(plain, sent, strict=True)]
-    return tuple(first + rest * (shape[0] - 1))
+    return tuple(RankPlan(**{name: columns[name][rank] for name in columns}) for rank in range(figures.ranks))
 
 
 def _groups(module: nn.Module, policy: ShardPolicy, replicated: set[str]) -> tuple[GroupPlan, ...]:

@@ -26,7 +26,9 @@ from metashard.errors import LoadError, MetaShardError
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks at the processes of this host
-_LONGEST_NAP = 0.05  # seconds between two looks at the store
+_FIRST_LOOK = 0.02  # most calls are over by then
+_LONGEST_NAP = 0.05  # seconds between two looks at the store, or less while all ranks together
+_LOOKS = 1000  # look no more often than so many times a second
 _GRACE = 5.0  # seconds that the others have to report their own failures once one has; more than to leave a collective
 _SAY_AFTER = 30.0  # seconds of waiting until the log says who is waited for; then at twice that, and so on
 
@@ -69,7 +71,7 @@ class RollCall:
         self.store, self.prefix, self.rank, self.size, self.timeout = store, prefix, rank, size, timeout
         self.number = 0
         self.error: type[MetaShardError] = LoadError  # of what the ranks are at: says what a lost rank has left
-        self._kept: list[int] = []  # numbers of the calls whose keys this rank has not deleted yet
+        self._kept: dict[int, tuple[int | str, ...]] = {}  # number of a call -> its keys that this rank has to delete
         self._hosts: dict[int, Host] = {}
 
     def meet_neighbours(self) -> MetaShardError | None:
@@ -96,6 +98,8 @@ class RollCall:
             verdict = self._wait(self.number - 1, phase, start)
             if None not in verdict.words:  # all have come here, so nobody is in an earlier call any more
                 self._clear(before=self.number - 1)
+            if self.rank == 0 and not any(verdict.words):  # nobody has raised an alarm
+                self._kept[self.number - 1] = (self.rank, "verdict")
             return verdict
         except RuntimeError as error:  # torch has several classes for a store that does not answer, all of them these
             return self._without_store(phase, error)
@@ -106,12 +110,11 @@ class RollCall:
         if failed:
             self.store.set(self._key(number, "cut off" if cut_off else "failed"), b"")
         self.store.set(self._key(number, self.rank), word)
-        self._kept.append(number)
+        self._kept[number] = (self.rank, "verdict", "failed", "cut off", "stop") if self.rank == 0 else (self.rank,)
 
     def _clear(self, *, before: int) -> None:
         for number in [number for number in self._kept if number < before]:
-            self._kept.remove(number)
-            for name in (self.rank, *(("verdict", "failed", "cut off", "stop") if self.rank == 0 else ())):
+            for name in self._kept.pop(number):
                 self.store.delete_key(self._key(number, name))
 
     def gone(self) -> list[int]:
@@ -143,7 +146,8 @@ class RollCall:
         verdict = self._key(number, "verdict")
         alarms = [self._key(number, "failed"), self._key(number, "cut off")]
         words = [self._key(number, rank) for rank in range(self.size)]
-        deadline, look, say, nap = start + self.timeout, start, start + _SAY_AFTER, 2e-4
+        deadline, look, say = start + self.timeout, start + _FIRST_LOOK, start + _SAY_AFTER
+        nap, longest = 2e-4, min(_LONGEST_NAP, self.size / _LOOKS)
         hurry = False
         while not self.store.check([verdict]):
             now = time.monotonic()
@@ -162,7 +166,7 @@ class RollCall:
                 self._say(words, phase, now - start)
                 say += now - start
             time.sleep(nap)
-            nap = min(nap * 1.5, _LONGEST_NAP)
+            nap = min(nap * 1.5, longest)
         return self._read(self.store.get(verdict))
 
     def _decide(self, number: int, phase: str, ended: Sequence[int] = ()) -> Verdict:

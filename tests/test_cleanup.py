@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -201,11 +202,16 @@ def without_memory(folder: str, way: str, rank: int, what: str) -> dict[str, Any
 
 
 def second_fails() -> Callable[..., Staging]:
-    made: list[bool] = []
+    """The second thread that wants a buffer gets none; the first one waits for it, or might have read everything."""
+    turns = itertools.count()
+    asked = threading.Event()
 
     def make(*args: Any, **kwargs: Any) -> Staging:
-        made.append(True)
-        return no_memory() if len(made) == 2 else Staging(*args, **kwargs)
+        if next(turns) == 1:
+            asked.set()
+            return no_memory()
+        asked.wait(10)
+        return Staging(*args, **kwargs)
 
     return make
 
