@@ -3,9 +3,10 @@
 #     make demo                                             a synthetic checkpoint on 2 CPU ranks, every strategy
 #     make demo MODEL=/path COMPONENT=transformer NPROC=8   your own checkpoint, on GPUs where there are any
 #     make test [ARGS='-k plan -x']                         the tests
+#     make bench [OUT=DIR]                                  all benchmarks in small form: reports and charts in .bench
 #     make examples                                         both training examples, a few steps on 2 CPU ranks
 #     make lint | make fix                                  ruff and mypy: check, or repair what can be repaired
-#     make clean                                            remove caches and the demo's checkpoint (keeps .venv)
+#     make clean                                            remove caches, the demo's checkpoint and .bench (keeps .venv)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,9 +17,10 @@ MODEL ?=
 COMPONENT ?= transformer
 NPROC ?= 2
 ARGS ?=
+OUT ?= .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test examples lint fix clean env
+.PHONY: help demo test bench examples lint fix clean env
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -44,6 +46,22 @@ test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+# One small checkpoint for all of them, kept for the next time.
+BENCH_MODEL := $(OUT)/checkpoint/sd3-small-4
+bench: export OMP_NUM_THREADS := 1
+bench: $(STAMP)
+	mkdir -p $(OUT)
+	$(BIN)/python benchmarks/loading_speed.py --quick --workdir $(OUT)/checkpoint \
+	  --json $(OUT)/loading_speed.json --markdown $(OUT)/loading_speed.md
+	$(BIN)/python benchmarks/init_latency.py --quick --workdir $(OUT)/checkpoint --out $(OUT)
+	$(BIN)/python benchmarks/init_latency.py --quick --workdir $(OUT)/checkpoint --out $(OUT) --lora --flows direct rank0/scatter
+	$(BIN)/python benchmarks/peak_memory.py --quick --workdir $(OUT)/checkpoint --out $(OUT)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/weight_loading.py --model-path $(BENCH_MODEL) \
+	  --subfolder transformer --repeats 1 --json $(OUT)/weight_loading.json
+	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/weight_loading_comparison.py --model-path $(BENCH_MODEL) \
+	  --subfolder transformer --repeats 1 --json $(OUT)/weight_loading_comparison.json
+	@echo; echo "reports and charts:"; ls -d $(OUT)/*.md $(OUT)/*.json $(OUT)/*.csv $(OUT)/*.png
+
 examples: export OMP_NUM_THREADS := 1
 examples: $(STAMP)
 	$(BIN)/python examples/train_lora.py --smoke
@@ -59,5 +77,5 @@ fix: $(STAMP)
 	$(BIN)/ruff format $(CODE)
 
 clean:
-	rm -rf .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .demo .bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

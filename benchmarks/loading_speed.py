@@ -37,7 +37,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+from preflight import EVICTED, UsageError  # noqa: E402  found by the line above
+from setting import (  # noqa: E402
+    DTYPES,
+    add_subject_arguments,
+    count_elements,
+    device_and_backend,
+    find_subject,
+    tiny_checkpoint,
+)
+
 FLOOR, FLOOR_DIRECT = "floor", "floor/direct_io"
 FLOWS = {
     FLOOR: "quick",
@@ -53,21 +62,6 @@ FLOWS = {
     "rank0/scatter": "quick",
     "rank0/broadcast": "quick",
 }
-QUICK_FAMILY, QUICK_LAYERS = "sd3-small", 4
-# The smallest model of that class, to load before the clock starts.
-TINY = dict(
-    num_attention_heads=2,
-    attention_head_dim=16,
-    joint_attention_dim=32,
-    pooled_projection_dim=32,
-    caption_projection_dim=32,
-    pos_embed_max_size=16,
-    sample_size=16,
-)
-
-
-class UsageError(ValueError):
-    """A wrong call; one line says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,20 +80,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model-path", type=Path, help="checkpoint folder (default: one is made)")
+    add_subject_arguments(parser)
     parser.add_argument("--component", help="to load (default: transformer; with --model-path, the folder itself)")
-    parser.add_argument("--family", help="of the checkpoint to make (default: sd3.5-medium; with --quick, sd3-small)")
-    parser.add_argument("--layers", type=int, help="its depth in blocks (default: as published; with --quick, 4)")
-    parser.add_argument("--workdir", type=Path, help="where it is made, and kept and used again (default: temporary)")
-    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="to load in (default: bf16)")
     parser.add_argument("--nproc", type=int, nargs="+", help="numbers of ranks (default: 2 4; with --quick, 2)")
     parser.add_argument("--repeats", type=int, help="runs of each flow (default: 3; with --quick, 1)")
     parser.add_argument("--cold", action="store_true", help="cold page cache (default: cold and warm)")
     parser.add_argument("--warm", action="store_true", help="warm page cache")
     parser.add_argument("--quick", action="store_true", help="small checkpoint, 2 ranks, 1 run, fewer floor settings")
     parser.add_argument("--flows", nargs="+", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the accelerator, where there is one)")
-    parser.add_argument("--backend", help="of the process group (default: gloo on cpu, else what torch pairs with it)")
     parser.add_argument("--memory-limit", action="store_true", help="what fits under a limit: once, cold, 2 ranks")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -123,29 +111,29 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     import harness
 
     harness.fork_server()  # it imports what the ranks need while this process does the same
+    import floor
+    import models
     import peers
     import torch
+    from runs import Case
+    from summary import machine, plain, summarise
 
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loading-speed-")))
-    path, component, about = _checkpoint(args, scratch)
-    try:
-        files = peers.weight_files(path, component)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    about.update(gigabytes=round(sum(file.stat().st_size for file in files) / 1e9, 3), files=len(files))
-    device, backend = _device(args)
-    case = harness.Case(
-        path=path,
-        component=component,
+    component = args.component or (None if args.model_path else "transformer")
+    subject = find_subject(args, scratch, [component] if component else None)
+    about, files = subject.facts, subject.files
+    device, backend = device_and_backend(args)
+    case = Case(
+        path=subject.path,
+        components=subject.components,
         dtype=getattr(torch, DTYPES[args.dtype]),
         device=device,
         backend=backend,
-        tiny=_tiny(scratch),
-        imports=peers.component_class,
+        tiny=tiny_checkpoint(scratch),
+        imports=models.component_class,
     )
     if args.memory_limit:
-        elements = harness.count_elements(files)
-        case = replace(case, memory_limit=elements * 4 * 3 // 4)
+        case = replace(case, memory_limit=count_elements(files) * 4 * 3 // 4)
         about["memory limit a rank, GB"] = round(case.memory_limit / 1e9, 2)
     print(f"{about}, {args.dtype}, {device}, ranks {world_sizes}, {repeats} run(s) a flow, {' and '.join(caches)}")
 
@@ -161,7 +149,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
                     floors[f"{nproc} ranks, {cache}"] = str(flows[name])
                 elif name == FLOOR_DIRECT:
                     if cache == "cold":
-                        flows[name] = peers.Floor(direct_io=True, huge_pages=True)
+                        flows[name] = floor.Floor(direct_io=True, huge_pages=True)
                 else:
                     flows[name] = everything[name]
             results += harness.run_interleaved(
@@ -169,12 +157,12 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             )
 
     reference = next((name for name in (*peers.PEERS, *peers.OURS) if any(_loaded(r, name) for r in results)), None)
-    summaries = harness.summarise(results, reference=reference)
+    summaries = summarise(results, reference=reference)
     facts = {
         "command": " ".join(["python", "benchmarks/loading_speed.py", *(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "minutes": round((time.monotonic() - started) / 60, 1),
-        "machine": harness.machine() | {"device": device, "backend": backend},
+        "machine": machine() | {"device": device, "backend": backend},
         "checkpoint": about,
         "dtype": args.dtype,
         "reference": reference,
@@ -188,9 +176,9 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.json:
         document = facts | {
             "summaries": [asdict(summary) | {"median": summary.median} for summary in summaries],
-            "runs": [asdict(result) | {"seconds": result.seconds} for result in results],
+            "runs": [result.record() for result in results],
         }
-        args.json.write_text(json.dumps(_plain(document), indent=2))
+        args.json.write_text(json.dumps(plain(document), indent=2))
     ours = [summary for summary in summaries if summary.flow in peers.OURS]
     return int(any(s.status in ("failed", "timed out") or s.digest_equal is False for s in ours))
 
@@ -204,60 +192,16 @@ def _flow_names(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(args.flows))
 
 
-def _checkpoint(args: argparse.Namespace, scratch: Path) -> tuple[Path, str | None, dict[str, Any]]:
-    """(folder, component, facts about it); made where the caller has none."""
-    if args.model_path is not None:
-        if args.family or args.layers:
-            raise UsageError("--family and --layers are for a checkpoint that is made: leave out --model-path")
-        if not args.model_path.is_dir():
-            raise UsageError(f"{args.model_path}: no such folder")
-        return args.model_path, args.component, {"model": args.model_path.name, "component": args.component}
-    import make_checkpoint
-
-    family = args.family or (QUICK_FAMILY if args.quick else "sd3.5-medium")
-    layers = args.layers or (QUICK_LAYERS if args.quick and not args.family else None)
-    out = (args.workdir or scratch) / (f"{family}-{layers}" if layers else family)
-    if not (out / "model_index.json").is_file():
-        print(f"making {out} ...", flush=True)
-        try:
-            make_checkpoint.write_pipeline(out, family, layers=layers)
-        except make_checkpoint.UsageError as error:
-            raise UsageError(str(error)) from error
-    facts = {"model": family + (f", {layers} blocks" if layers else ""), "component": args.component or "transformer"}
-    return out, args.component or "transformer", facts
-
-
-def _tiny(scratch: Path) -> Path:
-    import make_checkpoint
-
-    return make_checkpoint.write_pipeline(scratch / "tiny", "sd3-small", layers=2, config=TINY).path
-
-
-def _device(args: argparse.Namespace) -> tuple[str, str]:
-    import torch
-    import torch.distributed as dist
-
-    device = args.device
-    if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        device = found.type if found is not None else "cpu"
-    if args.backend:
-        return device, args.backend
-    if device == "cpu":
-        return device, "gloo"
-    return device, f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-
-
 def _best_floor(args: argparse.Namespace, case: Any, nproc: int, cache: str, files: Sequence[Path]) -> Any:
     """The fastest of several settings, each tried once (twice where it matters: the two best)."""
+    import floor
     import harness
-    import peers
 
     def seconds(setting: Any) -> float:
         run = harness.run_flow(setting, case, name=FLOOR, nproc=nproc, cache=cache, files=files, limit=args.limit)
         return run.seconds if run.status == "ok" else math.inf
 
-    settings = peers.QUICK_FLOOR_SETTINGS if args.quick else peers.FLOOR_SETTINGS
+    settings = floor.QUICK_FLOOR_SETTINGS if args.quick else floor.FLOOR_SETTINGS
     tried = sorted(((seconds(setting), setting) for setting in settings), key=lambda item: item[0])
     best = min(tried[:2], key=lambda item: statistics.mean((item[0], seconds(item[1]))))[1]
     print(f"{nproc} ranks, {cache}: floor settings tried, best: {best}", flush=True)
@@ -279,7 +223,7 @@ def _show(result: Any) -> None:
 def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[Any]) -> str:
     """The Markdown page of one comparison: facts, then for each number of ranks the flows, ratios and our phases."""
     import peers
-    from harness import EVICTED, markdown_table
+    from summary import markdown_table
 
     machine, model = facts["machine"], facts["checkpoint"]
     packages = ("torch", "diffusers", "transformers", "accelerate")
@@ -347,7 +291,7 @@ def report(facts: dict[str, Any], summaries: Sequence[Any], results: Sequence[An
 
 
 def _main_table(flows: Sequence[str], caches: Sequence[str], at: dict[tuple[str, str], Any]) -> str:
-    from harness import markdown_table
+    from summary import markdown_table
 
     on_device = any(summary.peak_device_bytes for summary in at.values())
     headers = ["flow"]
@@ -393,17 +337,6 @@ def _times(value: float) -> str:
 
 def _spread(seconds: Sequence[float]) -> str:
     return f" [{min(seconds):.2f}-{max(seconds):.2f}]" if len(seconds) > 1 else ""
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no paths."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

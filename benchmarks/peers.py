@@ -1,4 +1,4 @@
-"""The ways to load a model into FSDP2 shards that are compared: the public flows, the raw floor, and ours.
+"""The ways to load a model into FSDP2 shards that are compared: the public flows, and ours.
 
 Each is `flow(path, component, mesh, dtype)` and returns the sharded module (ours with its report). All cut the model
 into the same FSDP groups. Public flows are run as their own documentation runs them; where one cannot load a model that
@@ -10,17 +10,11 @@ Importing this module imports all that the flows need, so no import is on the cl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
-import json
-import math
-import os
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,12 +27,24 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import init_empty_weights
 from accelerate.utils import fsdp2_load_full_state_dict
-from harness import NotAvailableError
+from adapter import Adapter
+from models import (
+    buffers_to,
+    build_shell,
+    component_class,
+    component_folder,
+    compute_device,
+    from_pretrained,
+    parameters_to_meta,
+    shard_blocks,
+    without_fp32_pins,
+)
+from phases import phase
+from runs import NotAvailableError
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
@@ -51,233 +57,126 @@ with contextlib.suppress(Exception):
 
     metashard.load_component  # noqa: B018
 
-MIB = 1 << 20
-
-
-# ---- what the flows share -------------------------------------------------------------------------------------------
-
-
-def component_folder(path: Path, component: str | None) -> Path:
-    """Folder with the component's config.json and weight files."""
-    folder = Path(path) / component if component else Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json. Is the component's name right?")
-    return folder
-
-
-def weight_files(path: Path, component: str | None) -> list[Path]:
-    """The component's safetensors files: those its index names, else all in the folder."""
-    folder = component_folder(path, component)
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if indices:
-        return [folder / name for name in sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: no safetensors files")
-    return files
-
-
-def component_class(path: Path, component: str | None) -> type[Any]:
-    """The model's class, from the config alone."""
-    config = json.loads((component_folder(path, component) / "config.json").read_text())
-    if "_class_name" in config:
-        return getattr(diffusers, config["_class_name"])
-    return getattr(transformers, config["architectures"][0])
-
-
-def from_pretrained(path: Path, component: str | None, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
-    """The library's own loader."""
-    cls = component_class(path, component)
-    name = "torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"
-    return cls.from_pretrained(component_folder(path, component), **{name: dtype}, local_files_only=True, **kwargs)
-
-
-def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`fully_shard` on the blocks that the class says not to split, else those it says repeat; then on the root."""
-    blocks = set(getattr(module, "_no_split_modules", None) or getattr(module, "_repeated_blocks", None) or ())
-    for sub in reversed(list(module.modules())):
-        if type(sub).__name__ in blocks and sub is not module:
-            fully_shard(sub, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def _buffers_to(module: nn.Module, device: torch.device) -> None:
-    for sub in module.modules():
-        for name, buffer in sub._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                sub._buffers[name] = buffer.to(device)
-
-
-def _parameters_to_meta(module: nn.Module) -> nn.Module:
-    """Frees a module's parameters; buffers stay real, ties stay ties."""
-    on_meta: dict[nn.Parameter, nn.Parameter] = {}
-    for sub in module.modules():
-        for name, parameter in sub._parameters.items():
-            if parameter is not None:
-                empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                sub._parameters[name] = on_meta.setdefault(parameter, empty)
-    return module
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def build_shell(path: Path, component: str | None, dtype: torch.dtype) -> nn.Module:
-    """The model with its parameters on meta, in the dtypes that `from_pretrained` would give; no weight byte is read.
-
-    Built on the meta device, which is fastest, where nothing is lost by it; else under `init_empty_weights`, with all
-    that the constructor computes being real.
-    """
-    cls, folder = component_class(path, component), component_folder(path, component)
-
-    def construct() -> nn.Module:
-        if issubclass(cls, diffusers.ModelMixin):
-            return cls.from_config(cls.load_config(folder))
-        return cls._from_config(cls.config_class.from_pretrained(folder), dtype=dtype)
-
-    with _default_dtype(dtype):
-        with torch.device("meta"):
-            shell = construct()
-        if _computed_on_meta(shell):
-            with init_empty_weights(include_buffers=False):
-                shell = construct()
-    for sub_name, sub in shell.named_modules():
-        for name, parameter in sub._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(_dtype_of(f"{sub_name}.{name}", cls, dtype))
-        for name, buffer in sub._buffers.items():
-            # The loader casts what it finds in the file, and only persistent buffers are there.
-            if buffer is not None and buffer.is_floating_point() and name not in sub._non_persistent_buffers_set:
-                sub._buffers[name] = buffer.to(_dtype_of(f"{sub_name}.{name}", cls, dtype))
-    return shell
-
-
-def _computed_on_meta(shell: nn.Module) -> bool:
-    """Whether anything is on meta that no checkpoint holds: non-persistent buffers, plain tensor attributes."""
-    for sub in shell.modules():
-        if any(
-            sub._buffers[name] is not None and sub._buffers[name].is_meta for name in sub._non_persistent_buffers_set
-        ):
-            return True
-        for name, value in vars(sub).items():
-            if name not in ("_parameters", "_buffers", "_modules") and any(t.is_meta for t in _tensors(value)):
-                return True
-    return False
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _dtype_of(name: str, cls: type[Any], dtype: torch.dtype) -> torch.dtype:
-    """diffusers pins to fp32 in any dtype; transformers has one list for fp16, and one for fp16 and bf16."""
-    pins = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
-    if not issubclass(cls, diffusers.ModelMixin):
-        pins = pins if dtype == torch.float16 else set()
-        if dtype in (torch.float16, torch.bfloat16):
-            pins |= set(getattr(cls, "_keep_in_fp32_modules_strict", None) or ())
-    return torch.float32 if pins & set(name.split(".")) else dtype
-
-
-@contextlib.contextmanager
-def _without_fp32_pins(cls: type[Any]) -> Iterator[None]:
-    """diffusers refuses `low_cpu_mem_usage=False` for classes with pins."""
-    before = cls.__dict__.get("_keep_in_fp32_modules", ...)
-    cls._keep_in_fp32_modules = None
-    try:
-        yield
-    finally:
-        if before is ...:
-            del cls._keep_in_fp32_modules
-        else:
-            cls._keep_in_fp32_modules = before
-
 
 # ---- the public flows -----------------------------------------------------------------------------------------------
 
 
-def all_load(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """Every rank loads all of the model, then shards it."""
-    module = shard_blocks(from_pretrained(path, component, dtype), mesh)
-    _buffers_to(module, _device(mesh))
+def all_load(
+    path: Path,
+    component: str | None,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    adapter: Adapter | None = None,
+    move_first: bool = False,
+) -> nn.Module:
+    """Every rank loads all of the model, then shards it.
+
+    Args:
+        move_first: All of it goes to the device before it is sharded, and not group by group. The same on the CPU.
+    """
+    device = compute_device(mesh)
+    with phase("from_pretrained"):
+        module = from_pretrained(path, component, dtype)
+    module = _adapted(module, adapter)
+    if move_first:
+        with phase("to device"):
+            module.to(device)
+    with phase("shard"):
+        shard_blocks(module, mesh)
+        buffers_to(module, device)
     return module
 
 
-def rank0_broadcast(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def _adapted(module: nn.Module, adapter: Adapter | None, *, meta: bool = False) -> nn.Module:
+    if adapter is None:
+        return module
+    with phase("adapters"):
+        return adapter.add(module, meta=meta)
+
+
+def rank0_broadcast(
+    path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype, *, adapter: Adapter | None = None
+) -> nn.Module:
     """Rank 0 loads all of the model, others build it empty; torch broadcasts every tensor whole."""
     full = {}
+    with phase("from_pretrained"):
+        if dist.get_rank() == 0:
+            module = from_pretrained(path, component, dtype)
+        else:
+            cls = component_class(path, component)
+            kwargs = {"low_cpu_mem_usage": False} if issubclass(cls, diffusers.ModelMixin) else {}
+            with init_empty_weights(include_buffers=False), without_fp32_pins(cls):
+                module = from_pretrained(path, component, dtype, **kwargs)
+    module = _adapted(module, adapter, meta=dist.get_rank() != 0)
     if dist.get_rank() == 0:
-        module = from_pretrained(path, component, dtype)
         full = module.state_dict()
-        _parameters_to_meta(module)
-    else:
-        cls = component_class(path, component)
-        kwargs = {"low_cpu_mem_usage": False} if issubclass(cls, diffusers.ModelMixin) else {}
-        with init_empty_weights(include_buffers=False), _without_fp32_pins(cls):
-            module = from_pretrained(path, component, dtype, **kwargs)
-    shard_blocks(module, mesh)
-    # Buffers first: torch takes the device of the broadcast from what is not on meta. Persistent ones are in the state
-    # dict and come from rank 0; the others were computed on every rank.
-    _buffers_to(module, _device(mesh))
-    set_model_state_dict(module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        parameters_to_meta(module)
+    with phase("shard"):
+        shard_blocks(module, mesh)
+        # Buffers first: torch takes the device of the broadcast from what is not on meta. Persistent ones are in the
+        # state dict and come from rank 0; the others were computed on every rank.
+        buffers_to(module, compute_device(mesh))
+    with phase("broadcast"):
+        set_model_state_dict(module, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return module
 
 
 def dcp_reader(
-    path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype, *, thread_count: int = 1
+    path: Path,
+    component: str | None,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    adapter: Adapter | None = None,
+    thread_count: int = 1,
 ) -> nn.Module:
     """Shells everywhere; torch.distributed.checkpoint reads each rank's part from the safetensors files and casts it.
 
     Args:
         thread_count: Files read at a time by a rank; 1 is torch's default.
     """
-    module = shard_blocks(build_shell(path, component, dtype), mesh)
-    device = _device(mesh)
-    # Module.to_empty would empty the computed buffers too.
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    if adapter is not None:
+        raise NotAvailableError("it loads what is in the files, and a new adapter is in none")
+    with phase("shell"):
+        module = build_shell(path, component, dtype)
+    with phase("shard"):
+        shard_blocks(module, mesh)
+    device = compute_device(mesh)
+    with phase("allocate"):
+        # Module.to_empty would empty the computed buffers too.
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     # A checkpoint holds a tied tensor under one of its names only.
     persistent = module.state_dict()
     ours = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     state = {name: tensor for name, tensor in persistent.items() if name in ours}
-    reader = HuggingFaceStorageReader(str(component_folder(path, component)), thread_count=thread_count)
-    dcp.load(state, storage_reader=reader)
+    with phase("read"):
+        reader = HuggingFaceStorageReader(str(component_folder(path, component)), thread_count=thread_count)
+        dcp.load(state, storage_reader=reader)
     return module
 
 
-def accelerate_full(path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+def accelerate_full(
+    path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype, *, adapter: Adapter | None = None
+) -> nn.Module:
     """Rank 0 loads all of the model; accelerate broadcasts every tensor whole, then distributes it."""
     is_main = dist.get_rank() == 0
+    with phase("from_pretrained"):
+        # A shell has the dtypes of rank 0: accelerate receives into what the shell says.
+        module = (from_pretrained if is_main else build_shell)(path, component, dtype)
+    module = _adapted(module, adapter, meta=not is_main)
     full = {}
     if is_main:
-        module = from_pretrained(path, component, dtype)
         full = module.state_dict()
-        _parameters_to_meta(module)
-    else:
-        # Dtypes as on rank 0: accelerate receives into what the shell says.
-        module = build_shell(path, component, dtype)
-    shard_blocks(module, mesh)
-    device = _device(mesh)
+        parameters_to_meta(module)
+    with phase("shard"):
+        shard_blocks(module, mesh)
+    with phase("broadcast"):
+        _accelerate_fills(module, full, compute_device(mesh), is_main)
+    return module
+
+
+def _accelerate_fills(module: nn.Module, full: dict[str, Any], device: torch.device, is_main: bool) -> None:
     # It takes every tensor of the state dict for a sharded one, so a persistent buffer stops it: those are sent apart.
     buffers = _hide_persistent_buffers(module)
     # It looks the parameter up by this method of transformers; without it, its fallback fails on names without a dot.
@@ -291,8 +190,7 @@ def accelerate_full(path: Path, component: str | None, mesh: DeviceMesh, dtype: 
         dist.broadcast(buffer, src=0)
         owner._buffers[short] = buffer
     vars(module).pop("get_parameter_or_buffer", None)
-    _buffers_to(module, device)
-    return module
+    buffers_to(module, device)
 
 
 def _hide_persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -305,143 +203,11 @@ def _hide_persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, st
     return hidden
 
 
-# ---- the raw floor --------------------------------------------------------------------------------------------------
-
-_libc = ctypes.CDLL(None)
-_HUGE = 2 * MIB
-_BLOCK = 4096  # what O_DIRECT wants addresses, offsets and lengths to be multiples of
-
-
-@dataclass
-class Floor:
-    """Not a load: each of N ranks reads its 1/N of the bytes into fresh memory of the size that a load ends up with.
-
-    Bytes beyond that size (a checkpoint in a wider dtype than the model's) go to a buffer that is used again; memory
-    beyond the bytes (replicated tensors) is written with zeros.
-
-    Args:
-        threads: Readers a rank.
-        chunk: Bytes of a read.
-        huge_pages: Ask the system for 2 MiB pages (where it leaves the choice to programs).
-        direct_io: Read past the page cache; never a warm run's floor.
-    """
-
-    threads: int = 4
-    chunk: int = 8 * MIB
-    huge_pages: bool = False
-    direct_io: bool = False
-    _pieces: list[tuple[Path, int, int]] = field(default_factory=list, init=False)
-    _memory: int = field(default=0, init=False)
-
-    def __str__(self) -> str:
-        traits = [f"{self.threads} threads", f"{self.chunk // MIB} MiB reads"]
-        traits += ["2 MiB pages"] * self.huge_pages + ["past the page cache"] * self.direct_io
-        return ", ".join(traits)
-
-    def prepare(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """Off the clock: which bytes, and how much memory."""
-        if self.direct_io and not hasattr(os, "O_DIRECT"):
-            raise NotAvailableError("this system has no O_DIRECT")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        files = weight_files(path, component)
-        sizes = [file.stat().st_size for file in files]
-        starts = [0, *accumulate(sizes)]
-        unit = _BLOCK if self.direct_io else 1
-        low, high = starts[-1] * rank // world, starts[-1] * (rank + 1) // world
-        self._pieces = []
-        for file, start, size in zip(files, starts, sizes, strict=False):
-            first = max(low - start, 0) // unit * unit
-            last = size if high >= start + size else max(high - start, 0) // unit * unit
-            self._pieces += [(file, at, min(self.chunk, last - at)) for at in range(first, last, self.chunk)]
-        self._memory = _resident_bytes(build_shell(path, component, dtype), rank, world)
-
-    def __call__(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """Reads; returns nothing."""
-        device = _device(mesh)
-        host = device.type == "cpu"
-        size = -(-self._memory // _BLOCK) * _BLOCK
-        target = torch.empty(size + _HUGE, dtype=torch.uint8, device=device)
-        if host:
-            target = target[-target.data_ptr() % _HUGE :][:size]
-            if self.huge_pages:
-                _libc.madvise(ctypes.c_void_p(target.data_ptr()), ctypes.c_size_t(size // _HUGE * _HUGE), 14)
-        flags = os.O_RDONLY | (os.O_DIRECT if self.direct_io else 0)
-        descriptors = {file: os.open(file, flags) for file, _, _ in self._pieces}
-        places = [0, *accumulate(-(-length // _BLOCK) * _BLOCK for _, _, length in self._pieces)]
-        jobs = iter(list(zip(self._pieces, places, strict=False)))
-        lock = threading.Lock()
-        errors: list[BaseException] = []
-
-        def read() -> None:
-            try:
-                self._read_pieces(jobs, lock, descriptors, target, host)
-            except BaseException as error:  # noqa: BLE001  raised again by the caller
-                errors.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(self.threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-        if errors:
-            raise errors[0]
-        if places[-1] < size:
-            target[places[-1] :].zero_()
-
-    def _read_pieces(
-        self, jobs: Iterator[Any], lock: threading.Lock, descriptors: dict[Path, int], target: torch.Tensor, host: bool
-    ) -> None:
-        spare = None
-        while True:
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
-            (file, at, length), place = job
-            room = -(-length // _BLOCK) * _BLOCK if self.direct_io else length
-            in_place = host and place + room <= target.numel()
-            if not in_place and spare is None:
-                spare = torch.empty(self.chunk + 2 * _BLOCK, dtype=torch.uint8, pin_memory=not host)
-                spare = spare[-spare.data_ptr() % _BLOCK :]
-            into = target[place : place + room] if in_place else spare[:room]  # type: ignore[index]
-            view = memoryview(into.numpy())
-            done = 0
-            while done < length:
-                got = os.preadv(descriptors[file], [view[done:]], at + done)
-                if not got:
-                    raise OSError(f"{file.name}: ends at {at + done}, expected {at + length} bytes")
-                done += got
-            if not host and place + length <= target.numel():
-                target[place : place + length].copy_(into[:length], non_blocking=False)
-
-
-def _resident_bytes(shell: nn.Module, rank: int, world: int) -> int:
-    """What a rank ends up with: its rows of every parameter (as `Shard(0)` cuts them), and all buffers."""
-    total = sum(buffer.nbytes for buffer in shell.buffers())
-    for parameter in shell.parameters():
-        rows = parameter.shape[0] if parameter.dim() else 1
-        chunk = -(-rows // world)
-        mine = max(0, min(rows, chunk * (rank + 1)) - chunk * rank)
-        total += mine * math.prod(parameter.shape[1:]) * parameter.dtype.itemsize
-    return total
-
-
-FLOOR_SETTINGS = [
-    Floor(threads=threads, chunk=chunk * MIB, huge_pages=huge)
-    for threads, chunk, huge in (
-        (1, 8, True),
-        (2, 8, False),
-        (2, 8, True),
-        (2, 32, True),
-        (4, 4, True),
-        (4, 8, False),
-        (4, 8, True),
-        (4, 32, True),
-    )
-]
-QUICK_FLOOR_SETTINGS = [Floor(threads=2, huge_pages=True), Floor(threads=4, huge_pages=True)]
+def one_process(
+    path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype, *, adapter: Adapter | None = None
+) -> nn.Module:
+    """Nothing is sharded: what all flows are held against."""
+    return _adapted(from_pretrained(path, component, dtype), adapter)
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
@@ -454,7 +220,15 @@ class Ours:
     strategy: str
     transport: str = "scatter"
 
-    def __call__(self, path: Path, component: str | None, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
+    def __call__(
+        self,
+        path: Path,
+        component: str | None,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        *,
+        adapter: Adapter | None = None,
+    ) -> Any:
         """Returns (module, report)."""
         if importlib.util.find_spec("metashard") is None:
             raise NotAvailableError("metashard is not installed")
@@ -462,17 +236,22 @@ class Ours:
 
         if not hasattr(metashard, "load_component") or not hasattr(metashard, "LoadPolicy"):
             raise NotAvailableError("this metashard has no load_component")
+        if adapter is not None:
+            torch.manual_seed(adapter.seed + dist.get_rank())  # rank 0's is the one that counts
         return metashard.load_component(
             path,
             component,
             mesh=mesh,
             dtype=dtype,
+            lora=None if adapter is None else adapter.config(),
             load=metashard.LoadPolicy(strategy=self.strategy, transport=self.transport, progress=False),
             output_loading_info=True,
         )
 
 
+BEFORE = "before"
 PEERS: dict[str, Callable[..., Any]] = {
+    BEFORE: partial(all_load, move_first=True),
     "all_load": all_load,
     "rank0_broadcast": rank0_broadcast,
     "dcp": dcp_reader,
@@ -487,7 +266,8 @@ OURS: dict[str, Callable[..., Any]] = {
     "rank0/broadcast": Ours("rank0", "broadcast"),
 }
 ABOUT = {
-    "all_load": "every rank calls from_pretrained, then shards",
+    BEFORE: "every rank calls from_pretrained, moves all of it to its device, then shards",
+    "all_load": "every rank calls from_pretrained, then shards; each group goes to the device by itself",
     "rank0_broadcast": "rank 0 calls from_pretrained, shells elsewhere; set_model_state_dict from rank 0",
     "dcp": "shells everywhere; torch.distributed.checkpoint with HuggingFaceStorageReader",
     "dcp/threads": "the same with thread_count=4 (that many files at a time)",

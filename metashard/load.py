@@ -392,7 +392,8 @@ def _report(run: Run, module: nn.Module, supply: Supply, verified: Comparison | 
             name = str(slot.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + 1
     names = list(gathered[0][1])
-    missing, unexpected = run.agreement.from_leader((supply.mapping.missing, supply.mapping.unexpected))
+    told = (supply.mapping.missing, supply.mapping.unexpected, tuple(run.recorder.spans))
+    missing, unexpected, spans = run.agreement.from_leader(told)
     return LoadReport(
         strategy=supply.strategy,
         reason=supply.reason,
@@ -404,4 +405,5 @@ def _report(run: Run, module: nn.Module, supply: Supply, verified: Comparison | 
         unexpected=unexpected,
         transport=run.load.transport,
         verified=verified,
+        spans=spans,
     )

@@ -40,6 +40,21 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A stretch of time that a phase took.
+
+    Args:
+        name: The phase.
+        start: Seconds since the load began.
+        end: The same.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Mismatch:
     """One tensor that is not on a rank what it should be.
 
@@ -101,6 +116,8 @@ class LoadReport:
         unexpected: Keys of the checkpoint that nothing took.
         transport: How tensors left rank 0.
         verified: What `verify="full"` has compared; None for "basic".
+        spans: When each phase ran on rank 0, in order of their ends; a phase may have several, and one may lie in
+            another's.
     """
 
     strategy: str
@@ -113,6 +130,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     transport: str = "scatter"
     verified: Comparison | None = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -174,6 +192,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.phases: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._began = time.perf_counter()
         self._running: set[str] = set()
         self.counts = RankReport()
         self._device = device
@@ -216,8 +236,10 @@ class Recorder:
         try:
             yield
         finally:
+            end = time.perf_counter()
             self._running.remove(name)
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+            self.phases[name] = self.phases.get(name, 0.0) + end - start
+            self.spans.append(Span(name, start - self._began, end - self._began))
 
     def add(self, **counts: int) -> None:
         """Add to the figures of this rank, by the names of `RankReport`."""

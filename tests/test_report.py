@@ -9,7 +9,10 @@ from dataclasses import FrozenInstanceError, asdict
 import pytest
 import torch
 
-from metashard.report import LoadReport, RankReport, Recorder, anonymous_host_bytes
+import metashard
+from metashard.report import LoadReport, RankReport, Recorder, Span, anonymous_host_bytes
+from tests import zoo
+from tests.parity import cpu_mesh
 
 REPORT = LoadReport(
     strategy="direct",
@@ -24,6 +27,7 @@ REPORT = LoadReport(
     missing=("a", "b"),
     unexpected=tuple(f"key{n}" for n in range(7)),
     transport="broadcast",
+    spans=(Span("resolve", 0.0, 0.25), Span("fill", 0.5, 2.0)),
 )
 
 
@@ -36,6 +40,7 @@ def test_json_holds_all_of_it() -> None:
             "ranks": tuple(RankReport(**rank) for rank in values["ranks"]),
             "missing": tuple(values["missing"]),
             "unexpected": tuple(values["unexpected"]),
+            "spans": tuple(Span(**span) for span in values["spans"]),
         }
     )
     assert back == REPORT
@@ -149,3 +154,32 @@ def test_a_phase_inside_of_itself_counts_once(monkeypatch):
     with recorder.phase("fill"):
         pass
     assert recorder.phases == {"fill": 2.0}
+    assert recorder.spans == [Span("fill", 1.0, 2.0), Span("fill", 3.0, 4.0)]  # the recorder was made at 0
+
+
+def test_spans_say_when_a_phase_ran_and_add_up_to_its_seconds(monkeypatch):
+    clock = iter((10.0, 10.5, 11.0, 12.0, 14.0, 20.0, 21.0))
+    monkeypatch.setattr("metashard.report.time.perf_counter", lambda: next(clock))
+    recorder = Recorder(torch.device("cpu"))
+    with recorder.phase("build"), recorder.phase("fill"):
+        pass
+    with pytest.raises(KeyError), recorder.phase("fill"):
+        raise KeyError("inside")
+    assert recorder.spans == [Span("fill", 1.0, 2.0), Span("build", 0.5, 4.0), Span("fill", 10.0, 11.0)]
+    assert recorder.phases == {"fill": 2.0, "build": 3.5}
+
+
+def spans_of_a_load(folder):
+    _, report = metashard.load_component(folder, mesh=cpu_mesh(), output_loading_info=True)
+    return report
+
+
+def test_every_rank_is_told_when_rank_0_was_in_which_phase(ranks2, tmp_path):
+    zoo.CASES[zoo.CORE[0]].build().save_pretrained(tmp_path)
+    first, second = ranks2.run(spans_of_a_load, tmp_path)
+    assert first.spans == second.spans
+    assert {span.name for span in first.spans} == set(first.phases)
+    assert all(0 <= span.start <= span.end for span in first.spans)
+    assert [span.end for span in first.spans] == sorted(span.end for span in first.spans)
+    for name, seconds in first.phases.items():  # the slowest rank's, so never less than rank 0's
+        assert sum(span.end - span.start for span in first.spans if span.name == name) <= seconds + 1e-9

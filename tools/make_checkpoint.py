@@ -2,7 +2,8 @@
 """Writes synthetic checkpoints: whole pipeline folders at real shapes, in a stream, with bounded memory.
 
     python tools/make_checkpoint.py OUT --family sd3.5-medium
-    python tools/make_checkpoint.py OUT --family wan2.2-a14b --layers 2 --max-shard-size 5GB
+    python tools/make_checkpoint.py OUT --family wan2.2-a14b --layers 2 --max-shard-size 5GB --lora-rank 64
+    python tools/make_checkpoint.py OUT --family sd3-small --layers 1 --damage truncated
 
 The model is built on the meta device to learn names, shapes and the config file; no weight of it ever exists. Each
 file's header is computed first, then its tensors are drawn and written in pieces of a few MiB, so a checkpoint may be
@@ -10,227 +11,39 @@ larger than the machine's memory. Values depend on the seed, the component and t
 gets the same values (rounded to its dtype) at any dtype and file size, and at any depth.
 
 Dtypes are as published: parameters in --dtype, modules that the class pins to fp32 in fp32, persistent buffers in fp32.
-Text encoders are small stand-ins of the kind the pipeline uses where that is CLIP or UMT5, and a CLIP otherwise.
+Text encoders are small stand-ins of the kind the pipeline uses where that is CLIP or UMT5, and a CLIP otherwise. A
+family with two experts has both, `transformer` and `transformer_2`, with weights of their own.
+
+With --lora-rank the folder OUT/lora holds an adapter for each component, as a peft folder and as a diffusers file.
+With --damage the first component is broken afterwards, in one of the ways listed below.
+
+Exit code: 0; 2 for bad input or too little disk (checked before anything is written), with one line that says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import json
-import math
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # the checks that are shared with them
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from checkpoint_damage import DAMAGE, damage
+from checkpoint_families import FAMILIES, model_index, write_text_encoder
+from checkpoint_lora import write_lora
+from checkpoint_writer import TensorSpec, Written, file_names, index_name, split, write_file, write_json
+from preflight import UsageError, check_disk, command_line
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-PIECE = 1 << 22  # elements drawn at a time: 16 MiB of fp32
-STD = 0.02
-FREE_SPACE_MARGIN = 64 << 20  # bytes left over for configs and file system overhead
-
-
-class UsageError(ValueError):
-    """What the caller asked for cannot be done; one line says why."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A pipeline and its denoiser(s): the library's class with the published hyper-parameters."""
-
-    pipeline: str
-    cls: str
-    config: dict[str, Any]
-    text_encoder: str  # class name in transformers
-    components: tuple[str, ...] = ("transformer",)  # each a model of `cls`, with weights of its own
-    absent: tuple[str, ...] = ()  # written as [null, null] in model_index.json
-    extra: dict[str, Any] = field(default_factory=dict)  # further entries of model_index.json
-    scheduler: str = "FlowMatchEulerDiscreteScheduler"
-    scheduler_config: dict[str, Any] = field(default_factory=dict)
-
-    def config_for(self, layers: int | None) -> dict[str, Any]:
-        """The config at a depth of `layers` blocks; other lists of blocks keep their proportion to it."""
-        config = dict(self.config)
-        if layers is None:
-            return config
-        full = config["num_layers"]
-        config["num_layers"] = layers
-        if "num_single_layers" in config:
-            config["num_single_layers"] = max(1, round(layers * config["num_single_layers"] / full))
-        if "dual_attention_layers" in config:
-            config["dual_attention_layers"] = tuple(i for i in config["dual_attention_layers"] if i < layers)
-        return config
-
-
-_SD3 = dict(
-    sample_size=128,
-    patch_size=2,
-    in_channels=16,
-    out_channels=16,
-    attention_head_dim=64,
-    joint_attention_dim=4096,
-    pooled_projection_dim=2048,
-    qk_norm="rms_norm",
-)
-_SD3_ABSENT = ("text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3", "vae")
-
-FAMILIES = {
-    "sd3.5-medium": Family(
-        pipeline="StableDiffusion3Pipeline",
-        cls="SD3Transformer2DModel",
-        config=dict(
-            _SD3,
-            num_layers=24,
-            num_attention_heads=24,
-            caption_projection_dim=1536,
-            pos_embed_max_size=384,
-            dual_attention_layers=tuple(range(13)),
-        ),
-        text_encoder="CLIPTextModelWithProjection",
-        absent=_SD3_ABSENT,
-        scheduler_config=dict(shift=3.0),
-    ),
-    # Of no published model: SD3.5's structure at about 600 MB in bf16, for the demo.
-    "sd3-small": Family(
-        pipeline="StableDiffusion3Pipeline",
-        cls="SD3Transformer2DModel",
-        config=dict(
-            _SD3,
-            num_layers=7,
-            num_attention_heads=16,
-            caption_projection_dim=1024,
-            pos_embed_max_size=96,
-            dual_attention_layers=(0, 1, 2),
-        ),
-        text_encoder="CLIPTextModelWithProjection",
-        absent=_SD3_ABSENT,
-        scheduler_config=dict(shift=3.0),
-    ),
-    "qwen-image": Family(
-        pipeline="QwenImagePipeline",
-        cls="QwenImageTransformer2DModel",
-        config=dict(
-            patch_size=2,
-            in_channels=64,
-            out_channels=16,
-            num_layers=60,
-            attention_head_dim=128,
-            num_attention_heads=24,
-            joint_attention_dim=3584,
-            guidance_embeds=False,
-            axes_dims_rope=(16, 56, 56),
-        ),
-        text_encoder="CLIPTextModel",
-        absent=("tokenizer", "vae"),
-        scheduler_config=dict(shift=1.0, use_dynamic_shifting=True),
-    ),
-    "wan2.2-a14b": Family(
-        pipeline="WanPipeline",
-        cls="WanTransformer3DModel",
-        config=dict(
-            patch_size=(1, 2, 2),
-            num_attention_heads=40,
-            attention_head_dim=128,
-            in_channels=16,
-            out_channels=16,
-            text_dim=4096,
-            freq_dim=256,
-            ffn_dim=13824,
-            num_layers=40,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            eps=1e-6,
-            image_dim=None,
-            added_kv_proj_dim=None,
-            rope_max_seq_len=1024,
-        ),
-        text_encoder="UMT5EncoderModel",
-        components=("transformer", "transformer_2"),
-        absent=("tokenizer", "vae"),
-        extra=dict(boundary_ratio=0.875),
-        scheduler="UniPCMultistepScheduler",
-        scheduler_config=dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    ),
-    "ltx-2": Family(
-        pipeline="LTX2Pipeline",
-        cls="LTX2VideoTransformer3DModel",
-        config=dict(
-            in_channels=128,
-            out_channels=128,
-            patch_size=1,
-            patch_size_t=1,
-            num_attention_heads=32,
-            attention_head_dim=128,
-            cross_attention_dim=4096,
-            audio_in_channels=128,
-            audio_out_channels=128,
-            audio_num_attention_heads=32,
-            audio_attention_head_dim=64,
-            audio_cross_attention_dim=2048,
-            num_layers=48,
-            caption_channels=3840,
-            rope_type="split",
-        ),
-        text_encoder="CLIPTextModel",
-        absent=("tokenizer", "vae", "audio_vae", "connectors", "vocoder"),
-        scheduler_config=dict(shift=1.0, use_dynamic_shifting=True),
-    ),
-    "flux": Family(
-        pipeline="FluxPipeline",
-        cls="FluxTransformer2DModel",
-        config=dict(
-            patch_size=1,
-            in_channels=64,
-            num_layers=19,
-            num_single_layers=38,
-            attention_head_dim=128,
-            num_attention_heads=24,
-            joint_attention_dim=4096,
-            pooled_projection_dim=768,
-            guidance_embeds=True,
-            axes_dims_rope=(16, 56, 56),
-        ),
-        text_encoder="CLIPTextModel",
-        absent=("text_encoder_2", "tokenizer", "tokenizer_2", "vae"),
-        scheduler_config=dict(shift=3.0, use_dynamic_shifting=True),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor to write: what a safetensors header says about it."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -242,6 +55,8 @@ class WrittenPipeline:
     files: tuple[Path, ...]  # their weight files
     weight_bytes: int  # tensor bytes in these files, headers left out
     parameters: int  # elements in these files, buffers included
+    peak_buffer_bytes: int  # the most bytes of elements that were held at a time
+    lora: Path | None = None  # folder of the adapters
 
 
 def write_pipeline(
@@ -255,6 +70,7 @@ def write_pipeline(
     seed: int = 0,
     variant: str | None = None,
     config: dict[str, Any] | None = None,
+    lora_rank: int | None = None,
     overwrite: bool = False,
 ) -> WrittenPipeline:
     """Writes a pipeline folder: denoiser(s), a small text encoder, a scheduler and, last of all, model_index.json.
@@ -269,9 +85,10 @@ def write_pipeline(
         seed: Of all values.
         variant: Written into the file names, as in `diffusion_pytorch_model.fp16.safetensors`.
         config: Entries that replace published hyper-parameters, for small models of the same family.
+        lora_rank: Also write an adapter of this rank for each component, into `lora/` (see `write_lora`).
         overwrite: Replace weight files of the same names.
 
-    Peak host memory: about 50 MB, plus the small text encoder.
+    Peak host memory: about 25 MB above the libraries, whatever the size.
 
     Raises:
         UsageError: Unknown family, a bad size or depth, files in the way, too little disk space. Nothing was written.
@@ -280,40 +97,49 @@ def write_pipeline(
         raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}")
     if layers is not None and layers < 1:
         raise UsageError(f"layers must be at least 1, got {layers}")
+    if lora_rank is not None and lora_rank < 1:
+        raise UsageError(f"the adapter's rank must be at least 1, got {lora_rank}")
     if max_shard_bytes < 1:
         raise UsageError(f"the largest file size must be positive, got {max_shard_bytes}")
     import diffusers
 
     chosen = FAMILIES[family]
     root = Path(out)
-    shell = _meta_model(getattr(diffusers, chosen.cls), {**chosen.config_for(layers), **(config or {})})
-    files = _split(_specs(shell, dtype, buffer_dtype), max_shard_bytes)
-    names = _file_names(len(files), variant)
+    model_config = {**chosen.config_for(layers), **(config or {})}
+    shell = _meta_model(getattr(diffusers, chosen.cls), model_config)
+    files = split(_specs(shell, dtype, buffer_dtype), max_shard_bytes)
+    names = file_names(len(files), variant)
     one = sum(spec.nbytes for file in files for spec in file)
     _check_destination(root, chosen.components, variant, overwrite)
-    _check_space(root, one * len(chosen.components))
+    check_disk(root, one * len(chosen.components))
+    _remove_stale(root, chosen.components, variant)
 
-    written = []
+    written, paths = Written(0, 0), []
     for component in chosen.components:
         folder = root / component
         folder.mkdir(parents=True, exist_ok=True)
         for name, specs in zip(names, files, strict=True):
-            _write_file(folder / name, specs, seed, component)
-            written.append(folder / name)
+            written += write_file(folder / name, specs, seed=seed, scope=component)
+            paths.append(folder / name)
         if len(files) > 1:
             weight_map = {spec.key: name for name, specs in zip(names, files, strict=True) for spec in specs}
             index = {"metadata": {"total_size": one}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(folder / _index_name(variant), index)
+            write_json(folder / index_name(variant), index)
         shell.save_config(folder)
-    _write_text_encoder(root / "text_encoder", chosen.text_encoder, dtype, seed, variant)
+    write_text_encoder(root / "text_encoder", chosen.text_encoder, dtype, seed, variant)
     getattr(diffusers, chosen.scheduler)(**chosen.scheduler_config).save_pretrained(root / "scheduler")
-    _write_json(root / "model_index.json", _model_index(chosen, diffusers.__version__))
+    for component in chosen.components if lora_rank is not None else ():
+        shell = _meta_model(getattr(diffusers, chosen.cls), model_config)  # the last one has an adapter
+        written += write_lora(root / "lora", shell, component, rank=lora_rank, dtype=dtype, seed=seed)
+    write_json(root / "model_index.json", model_index(chosen, diffusers.__version__))
     return WrittenPipeline(
         path=root,
         components=chosen.components,
-        files=tuple(written),
+        files=tuple(paths),
         weight_bytes=one * len(chosen.components),
         parameters=sum(spec.numel for file in files for spec in file) * len(chosen.components),
+        peak_buffer_bytes=written.peak_buffer_bytes,
+        lora=root / "lora" if lora_rank is not None else None,
     )
 
 
@@ -340,150 +166,33 @@ def _specs(shell: Any, dtype: torch.dtype, buffer_dtype: torch.dtype) -> list[Te
     return [TensorSpec(key, dtype_of(key, t), tuple(t.shape)) for key, t in shell.state_dict().items()]
 
 
-def _split(specs: list[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Files in the order of the state dict, each filled until the next tensor would not fit (as huggingface_hub does).
-
-    Within a file the wider dtypes come first, so that every tensor is aligned to its own element size.
-    """
-    files: list[list[TensorSpec]] = []
-    room = 0
-    for spec in specs:
-        if not files or spec.nbytes > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(spec)
-        room -= spec.nbytes
-    return [sorted(file, key=lambda spec: (-spec.dtype.itemsize, spec.key)) for file in files]
-
-
-def _file_names(count: int, variant: str | None) -> list[str]:
-    stem = "diffusion_pytorch_model" + (f".{variant}" if variant else "")
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def _index_name(variant: str | None) -> str:
-    return "diffusion_pytorch_model.safetensors.index." + (f"{variant}." if variant else "") + "json"
-
-
 def _check_destination(root: Path, components: tuple[str, ...], variant: str | None, overwrite: bool) -> None:
     if root.exists() and not root.is_dir():
         raise UsageError(f"{root} is a file: expected a folder, or a path where none is yet")
-    stem = "diffusion_pytorch_model" + (f".{variant}" if variant else "")
+    stale = _stale(root, components, variant)
+    if stale and not overwrite:
+        raise UsageError(f"{stale[0]} is there already: pass another folder, or --overwrite to replace it")
+
+
+def _stale(root: Path, components: tuple[str, ...], variant: str | None) -> list[Path]:
+    """Weight files and indices of this variant that are there already."""
+    stem = file_names(1, variant)[0].removesuffix(".safetensors")
     names = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors$")
+    found = []
     for component in components:
-        stale = [p for p in sorted((root / component).glob("*")) if names.match(p.name)]
-        index = root / component / _index_name(variant)
-        stale += [index] if index.exists() else []
-        if stale and not overwrite:
-            raise UsageError(f"{stale[0]} is there already: pass another folder, or --overwrite to replace it")
-        # All of them: a file of an earlier, larger split must not stay beside the new ones. The marker of a complete
-        # folder goes first.
-        if stale:
-            (root / "model_index.json").unlink(missing_ok=True)
-        for path in stale:
-            path.unlink()
+        found += [path for path in sorted((root / component).glob("*")) if names.match(path.name)]
+        index = root / component / index_name(variant)
+        found += [index] if index.exists() else []
+    return found
 
 
-def _check_space(root: Path, wanted: int) -> None:
-    existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
-    if not os.access(existing, os.W_OK):
-        raise UsageError(f"no permission to write in {existing}")
-    free = shutil.disk_usage(existing).free
-    if wanted + FREE_SPACE_MARGIN > free:
-        raise UsageError(
-            f"the checkpoint takes {wanted / 1e9:.1f} GB and {existing} has {free / 1e9:.1f} GB free: "
-            "pass fewer --layers, a smaller --dtype or another folder"
-        )
-
-
-def _write_file(path: Path, specs: list[TensorSpec], seed: int, component: str) -> None:
-    """One safetensors file: 8 bytes of header length, the header as JSON padded to 8 bytes, the tensors gapless."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        header[spec.key] = {
-            "dtype": SAFETENSORS_DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb", buffering=0) as file:
-            _write_all(file, len(encoded).to_bytes(8, "little") + encoded)
-            for spec in specs:
-                for piece in _values(spec, seed, component):
-                    _write_all(file, memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
-
-def _values(spec: TensorSpec, seed: int, component: str) -> Iterator[torch.Tensor]:
-    """The tensor's elements in order, in pieces: normals around 0, around 1 for the scales of norms; integers are 0."""
-    if not spec.dtype.is_floating_point:
-        for start in range(0, spec.numel, PIECE):
-            yield torch.zeros(min(PIECE, spec.numel - start), dtype=spec.dtype)
-        return
-    digest = hashlib.sha256(f"{seed}/{component}/{spec.key}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    *path, last = spec.key.split(".")
-    is_scale = last == "weight" and len(spec.shape) == 1 and any("norm" in part for part in path)
-    piece = torch.empty(min(PIECE, spec.numel))
-    for start in range(0, spec.numel, PIECE):
-        drawn = piece[: spec.numel - start].normal_(1.0 if is_scale else 0.0, STD, generator=generator)
-        yield drawn.to(spec.dtype)
-
-
-def _write_text_encoder(folder: Path, cls_name: str, dtype: torch.dtype, seed: int, variant: str | None) -> None:
-    import transformers
-
-    if cls_name == "UMT5EncoderModel":
-        config: Any = transformers.UMT5Config(
-            vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2, num_heads=4
-        )
-    else:
-        config = transformers.CLIPTextConfig(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=128,
-            projection_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=77,
-            bos_token_id=0,
-            eos_token_id=511,
-            pad_token_id=1,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, cls_name)(config).to(dtype)
-    model.save_pretrained(folder, variant=variant)
-
-
-def _model_index(family: Family, version: str) -> dict[str, Any]:
-    entries: dict[str, Any] = {name: [None, None] for name in family.absent}
-    entries.update({name: ["diffusers", family.cls] for name in family.components})
-    entries["text_encoder"] = ["transformers", family.text_encoder]
-    entries["scheduler"] = ["diffusers", family.scheduler]
-    entries.update(family.extra)
-    return {"_class_name": family.pipeline, "_diffusers_version": version, **dict(sorted(entries.items()))}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2) + "\n")
-    part.replace(path)
+def _remove_stale(root: Path, components: tuple[str, ...], variant: str | None) -> None:
+    """All of them: a file of an earlier, larger split must not stay beside the new ones."""
+    stale = _stale(root, components, variant)
+    if stale:
+        (root / "model_index.json").unlink(missing_ok=True)  # the mark of a complete folder goes first
+    for path in stale:
+        path.unlink()
 
 
 def parse_size(text: str) -> int:
@@ -497,38 +206,68 @@ def parse_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit or " "))
 
 
+def layers_at(family: str, scale: float) -> int:
+    """Depth in blocks at a fraction of the published one; at least 1."""
+    if family not in FAMILIES:
+        raise UsageError(f"unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}")
+    if not 0 < scale <= 1:
+        raise UsageError(f"--scale is a part of the published depth: expected more than 0 and at most 1, got {scale:g}")
+    return max(1, round(FAMILIES[family].layers * scale))
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    width = max(map(len, (*FAMILIES, *DAMAGE)))
+    families = [f"  {name:<{width}}  {family.cls}, {family.layers} blocks" for name, family in FAMILIES.items()]
+    kinds = [f"  {kind:<{width}}  {about}" for kind, (about, _) in DAMAGE.items()]
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        epilog="\n".join(["families:", *families, "", "kinds of damage:", *kinds]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--family", required=True, help=", ".join(sorted(FAMILIES)))
-    parser.add_argument("--layers", type=int, help="depth in blocks (default: as published)")
+    parser.add_argument("--family", required=True, help="see below")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--layers", type=int, help="depth in blocks (default: as published)")
+    depth.add_argument("--scale", type=float, help="depth as a fraction of the published one, such as 0.1")
     parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="of the parameters (default: bf16)")
     parser.add_argument("--max-shard-size", default="2GB", help="largest weight file (default: 2GB)")
     parser.add_argument("--seed", type=int, default=0, help="of all values (default: 0)")
     parser.add_argument("--variant", help="variant in the file names, such as fp16")
+    parser.add_argument("--lora-rank", type=int, help="also write LoRA adapters of this rank, into OUT/lora")
+    parser.add_argument("--damage", metavar="KIND", help="break the first component, see below")
     parser.add_argument("--overwrite", action="store_true", help="replace weight files that are there already")
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the small text encoder is not worth a bar
+    return command_line("make_checkpoint", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.damage is not None and args.damage not in DAMAGE:
+        raise UsageError(f"unknown damage {args.damage!r}: expected one of {', '.join(DAMAGE)}")
     try:
         written = write_pipeline(
             args.out,
             args.family,
-            layers=args.layers,
+            layers=args.layers if args.scale is None else layers_at(args.family, args.scale),
             dtype=DTYPES[args.dtype],
             max_shard_bytes=parse_size(args.max_shard_size),
             seed=args.seed,
             variant=args.variant,
+            lora_rank=args.lora_rank,
             overwrite=args.overwrite,
         )
-    except (UsageError, OSError) as error:
-        print(f"make_checkpoint: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:  # the disk was filled by others
+        raise UsageError(str(error)) from error
     print(
         f"{written.path}: {', '.join(written.components)}, {written.parameters / 1e9:.2f} B elements, "
         f"{written.weight_bytes / 1e9:.2f} GB in {len(written.files)} file(s)"
     )
+    if written.lora is not None:
+        print(f"adapters: {', '.join(sorted(path.name for path in written.lora.iterdir()))} in {written.lora}")
+    if args.damage is not None:
+        print(f"damaged ({args.damage}): {damage(written.path / written.components[0], args.damage)}")
     return 0
 
 

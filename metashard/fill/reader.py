@@ -14,6 +14,7 @@ import torch
 from metashard.checkpoint import Checkpoint, Entry
 from metashard.errors import CheckpointError
 from metashard.fill.bytes import as_bytes
+from metashard.fill.pages import STEP_BYTES, populate
 from metashard.fill.staging import Staging
 from metashard.fill.threads import in_threads
 
@@ -156,8 +157,10 @@ class Files:
         view = memoryview(raw.numpy())  # type: ignore[arg-type]
         done = 0
         while done < read.nbytes:
+            step = min(STEP_BYTES, read.nbytes - done)
+            populate(raw.data_ptr() + done, step)
             try:
-                got = os.preadv(descriptor, [view[done : read.nbytes]], read.offset + done)
+                got = os.preadv(descriptor, [view[done : done + step]], read.offset + done)
             except OSError as error:
                 raise self._failed(read, done, f"cannot be read: {error.strerror}") from error
             if got == 0:
