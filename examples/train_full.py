@@ -30,7 +30,6 @@ from flow_matching import (
     under_torchrun,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -69,18 +68,6 @@ def watch_compute(model: nn.Module) -> dict[str, torch.dtype]:
     return seen
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
-    """A folder for `from_pretrained`: gathered to rank 0's host memory tensor by tensor, written by rank 0."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=whole)
-    if dist.get_rank() == 0:
-        with torch.device("meta"):
-            plain = WanTransformer3DModel.from_config(model.config)
-        plain.load_state_dict(state, assign=True)
-        plain.save_pretrained(folder)
-    dist.barrier()
-
-
 def fine_tune(root: Path, mesh: DeviceMesh, dtype: torch.dtype, steps: int, out: Path) -> None:
     """Train half the steps, checkpoint, train the rest; resume in a new model and compare; save and reload."""
     device, inputs = torch.device(mesh.device_type), dict(sigmas=SIGMAS, dtype=torch.bfloat16)
@@ -105,7 +92,7 @@ def fine_tune(root: Path, mesh: DeviceMesh, dtype: torch.dtype, steps: int, out:
     check_dtypes(model, dtype)
     say(f"{dtype}: the resumed run ends with the same weights")
 
-    save_model(model.eval(), out / "saved")
+    metashard.save_component(model.eval(), out / "saved", overwrite=True)  # every rank writes its shards
     again = metashard.load_component(out / "saved", mesh=mesh, dtype=dtype)
     assert metashard.digest_shards(again) == digest, "the saved model is another one"
     if dtype == torch.bfloat16:  # the plain model computes in the same dtypes

@@ -6,7 +6,7 @@
     python examples/train_lora.py --smoke                              both, a few steps, on 2 ranks
 
 Without torchrun it starts itself under it, on two ranks. It writes a small checkpoint with random weights first; the
-lines that matter in a trainer of your own are those of `fine_tune` and `save_adapter`.
+lines that matter in a trainer of your own are those of `load` and `fine_tune`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from flow_matching import (
     train,
     under_torchrun,
 )
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import metashard
 
@@ -59,30 +58,6 @@ def load(root: Path, component: str, mesh: DeviceMesh) -> tuple[nn.Module, torch
     return model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3, weight_decay=0.0)
 
 
-def gather_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's full tensors on rank 0, {} elsewhere: the base is never gathered. Call it on every rank."""
-    full = {}
-    for name, tensor in sorted(get_peft_model_state_dict(model).items()):
-        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0:
-            full[name] = value.cpu()
-    return full
-
-
-def save_adapter(model: nn.Module, folder: Path, family: str) -> dict[str, torch.Tensor]:
-    """Save the adapter as diffusers does, from its shards."""
-    import diffusers
-    from diffusers.training_utils import _collate_lora_metadata
-
-    pipeline = {"sd3": diffusers.StableDiffusion3Pipeline, "wan": diffusers.WanPipeline}[family]
-    adapter = gather_adapter(model)
-    if dist.get_rank() == 0:
-        metadata = _collate_lora_metadata({"transformer": model})
-        pipeline.save_lora_weights(folder, transformer_lora_layers=adapter, **metadata)
-    dist.barrier()
-    return adapter
-
-
 def fine_tune(root: Path, component: str, family: str, mesh: DeviceMesh, steps: int, out: Path) -> nn.Module:
     """Train half the steps, checkpoint, train the rest; then resume the checkpoint in a new model and compare."""
     device = torch.device(mesh.device_type)
@@ -96,13 +71,13 @@ def fine_tune(root: Path, component: str, family: str, mesh: DeviceMesh, steps: 
     say(f"{family} {component}: loss {before:.3f} before, {after:.3f} after {steps} steps")
     assert after < 0.95 * before, "the adapter has not learned"
 
-    trained = gather_adapter(model)
+    trained = metashard.digest_shards(model)
     model, optimizer = load(root, component, mesh)
     load_checkpoint(out / "checkpoint", model, optimizer)
     train(model, optimizer, family, device, steps=range(steps // 2, steps), sigmas=sigmas)
-    for name, tensor in save_adapter(model, out, family).items():
-        assert torch.equal(tensor, trained[name]), f"{name} differs in the resumed run"
+    assert metashard.digest_shards(model) == trained, "the resumed run ends with another adapter"
     say(f"{family} {component}: the resumed run ends with the same adapter")
+    metashard.save_lora(model, out / "adapter", overwrite=True)  # from shards, the adapter alone
     return model
 
 
@@ -130,7 +105,7 @@ def run(family: str, mesh: DeviceMesh, steps: int, work: Path) -> None:
     for component in EXPERTS[family]:
         out = work / f"{family}-{component}"
         model = fine_tune(root, component, family, mesh, steps, out).eval()
-        check_reload(model, root, component, family, out, torch.device(mesh.device_type))
+        check_reload(model, root, component, family, out / "adapter", torch.device(mesh.device_type))
 
 
 def main() -> None:

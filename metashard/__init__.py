@@ -1,4 +1,4 @@
-"""metashard: load diffusion model components straight into FSDP2 shards, each byte read once."""
+"""metashard: diffusion model components straight into FSDP2 shards and back to files, each byte moved once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from metashard.errors import (
     LayoutError,
     LoadError,
     MetaShardError,
+    SaveError,
     ShardError,
 )
 from metashard.layout import sync_model_dtypes
 from metashard.load import load_component, load_components, wrap_model
 from metashard.load_plan import LoadPlan
 from metashard.lora import add_lora
-from metashard.policy import LoadPolicy, ShardPolicy
+from metashard.policy import LoadPolicy, SavePolicy, ShardPolicy
 from metashard.report import LoadReport, RankReport
+from metashard.save import SaveReport, save_component, save_lora
 from metashard.shell import from_pretrained, init_context
 from metashard.verify import digest_shards
 
@@ -38,6 +40,9 @@ __all__ = [
     "LoraSpec",
     "MetaShardError",
     "RankReport",
+    "SaveError",
+    "SavePolicy",
+    "SaveReport",
     "ShardError",
     "ShardPolicy",
     "add_lora",
@@ -47,6 +52,8 @@ __all__ = [
     "load_component",
     "load_components",
     "plan_load",
+    "save_component",
+    "save_lora",
     "sync_model_dtypes",
     "wrap_model",
 ]

@@ -6,6 +6,7 @@ Each line says why it is needed; `tests/test_compat.py` fails loudly when one of
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,9 @@ __all__ = [
     "library_from_pretrained",
     "named_by_members",
     "patient_groups",
+    "recorded_save_file",
     "set_group_policy",
+    "transformers_converted_back",
     "transformers_dtype_plan",
     "transformers_from_config",
     "transformers_renamer",
@@ -147,6 +150,47 @@ def named_by_members(ranks: tuple[int, ...]) -> Iterator[None]:
         distributed_c10d._process_group_name = original
 
 
+@contextmanager
+def recorded_save_file(record: Callable[[Mapping[str, torch.Tensor], str, Mapping[str, str]], None]) -> Iterator[None]:
+    """Give the tensors of each safetensors file that a library wants to write to `record` instead.
+
+    There is no public way to learn what `save_pretrained` would write. diffusers calls `safetensors.torch.save_file`
+    by its module, transformers has imported it under another name.
+    """
+    import safetensors.torch
+
+    def save_file(
+        tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        record(tensors, str(filename), metadata or {})
+
+    places = [(safetensors.torch, "save_file")]
+    if "transformers.modeling_utils" in sys.modules:
+        places.append((sys.modules["transformers.modeling_utils"], "safe_save_file"))
+    before = [getattr(module, name) for module, name in places]
+    bars: Any = getattr(sys.modules.get("transformers.modeling_utils"), "logging", None)
+    shown = bars is not None and bars.is_progress_bar_enabled()  # it would say that all is written when nothing is
+    try:
+        if shown:
+            bars.disable_progress_bar()
+        for module, name in places:
+            setattr(module, name, save_file)
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+        for (module, name), original in zip(places, before, strict=True):
+            setattr(module, name, original)
+
+
+def transformers_converted_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` makes of live tensors: other names, and for some models other tensors."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, torch.Tensor] = revert_weight_conversion(module, tensors)
+    return made
+
+
 def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Entries under the names that diffusers gives them when it loads one file (old attention blocks of VAEs)."""
     fixed = dict(entries)
@@ -176,7 +220,10 @@ def transformers_dtype_plan(module: nn.Module, dtype: torch.dtype) -> Callable[[
 
 
 def transformers_renamer(module: nn.Module) -> Callable[[str, Mapping[str, Any]], tuple[str, str | None]]:
-    """Checkpoint key -> (live key, source pattern of a value conversion or None), from transformers' own map."""
+    """Checkpoint key -> (live key, source pattern of a value conversion or None), from transformers' own map.
+
+    As transformers' loader does, it notes down in the module which transforms were used: a save reverts those.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -184,12 +231,15 @@ def transformers_renamer(module: nn.Module) -> Callable[[str, Mapping[str, Any]]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     prefix = module.base_model_prefix
+    used: Any = []
+    module._weight_conversions = used
 
     def rename(key: str, live: Mapping[str, Any]) -> tuple[str, str | None]:
         # As in transformers' `convert_and_load_state_dict_in_model`, steps 1 and 2.
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, live)
         if renamed not in live and key in live:
             renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=live)
+        used[:] = [transform for transform in transforms if transform.was_used()]
         return renamed, pattern
 
     return rename

@@ -61,12 +61,14 @@ class Agreement:
     Args:
         ranks: Global ranks that take part; all of them must construct the agreement.
         timeout: Seconds to wait for the slowest rank in a phase.
+        error: What errors that are not ours become, and lost ranks: `LoadError` or `SaveError`.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], *, timeout: float, error: type[MetaShardError] = LoadError) -> None:
         self.ranks = tuple(ranks)
+        self.error = error
         self.rank = self.ranks.index(dist.get_rank())
-        self.control = _control(self.ranks, timeout)
+        self.control = _control(self.ranks, timeout, error)
         self.group = self.control.group
         self.now = "resolve"  # the phase, as far as it is known
         self.broken = False  # set where a collective ends out of step: the others must be called back from it
@@ -119,12 +121,13 @@ class Agreement:
             if isinstance(error, Exception):
                 self._agree(self.now, error)  # raises
             with suppress(RuntimeError):  # no store: the others find out by themselves
-                self.control.calls.tell(_word(_as_typed(error, self.rank, self.now)), failed=True)
+                self.control.calls.tell(_word(_as_typed(error, self.rank, self.now, self.error)), failed=True)
             raise
 
     def _agree(self, name: str, original: BaseException | None) -> None:
-        failure = None if original is None else _as_typed(original, self.rank, name)
+        failure = None if original is None else _as_typed(original, self.rank, name, self.error)
         cut_off, self.broken = self.broken or (original is not None and _is_cut_off(original)), False
+        self.control.calls.error = self.error
         verdict = self.control.calls.call(
             b"" if failure is None else _word(failure, follows=original is not None and _is_cut_off(original)),
             phase=name,
@@ -198,7 +201,28 @@ class Agreement:
         return hosts.index(hosts[self.rank]) == self.rank
 
 
-def _as_typed(error: BaseException, rank: int, phase: str) -> MetaShardError:
+class Alone(Agreement):
+    """The agreement of a process with itself, where there is no process group."""
+
+    def __init__(self, *, error: type[MetaShardError] = LoadError) -> None:
+        self.ranks, self.rank, self.now, self.error = (0,), 0, "resolve", error
+        self.broken, self._raised = False, None
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def from_leader(self, value: T | None) -> T:
+        return value  # type: ignore[return-value]
+
+    def _agree(self, name: str, original: BaseException | None) -> None:
+        if isinstance(original, Exception):
+            self._raised = _as_typed(original, 0, name, self.error)
+            raise self._raised from (None if self._raised is original else original)
+        if original is not None:
+            raise original
+
+
+def _as_typed(error: BaseException, rank: int, phase: str, wrap: type[MetaShardError]) -> MetaShardError:
     """The error as it is told to the other ranks: one of ours, and fit to be sent."""
     if isinstance(error, MetaShardError):
         error.rank = rank if error.rank is None else error.rank
@@ -217,7 +241,7 @@ def _as_typed(error: BaseException, rank: int, phase: str) -> MetaShardError:
                 expected=repr(error.expected),
                 got=repr(error.got),
             )
-    return LoadError(
+    return wrap(
         f"{type(error).__name__}: {error}",
         rank=rank,
         phase=phase,
@@ -237,10 +261,10 @@ def _is_cut_off(error: BaseException) -> bool:
     )
 
 
-def _control(ranks: tuple[int, ...], timeout: float) -> Control:
+def _control(ranks: tuple[int, ...], timeout: float, error: type[MetaShardError] = LoadError) -> Control:
     world = dist.group.WORLD
     if world is None:
-        raise LoadError("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
+        raise error("No process group. Call torch.distributed.init_process_group first (torchrun does not).")
     for stale in [key for key, control in _controls.items() if control.world is not world]:
         del _controls[stale]  # of a process group that was destroyed
     key = (id(world), ranks, timeout)
@@ -249,10 +273,11 @@ def _control(ranks: tuple[int, ...], timeout: float) -> Control:
         prefix = f"metashard/{hashlib.sha256(repr((ranks, timeout, made)).encode()).hexdigest()[:24]}"
         rank = ranks.index(dist.get_rank())
         calls = RollCall(shared_store(default_store()), prefix, rank=rank, size=len(ranks), timeout=timeout)
+        calls.error = error
         lost = calls.meet_neighbours()
         if lost is not None:
-            raise LoadError(
-                f"{lost.message} Every rank of the mesh has to call the load.",
+            raise error(
+                f"{lost.message} Every rank of the mesh has to call the {error.task}.",
                 rank=lost.rank,
                 phase="resolve",
                 ranks=lost.ranks,

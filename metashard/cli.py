@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="check what a load promises on all ranks of torchrun (or in one process)",
         description="Load a component, read its files again and compare them with every rank's shards, tensor by "
         "tensor; what no file holds is compared from rank to rank. With --lora: load it without an adapter and twice "
-        "with a new one, and check that its base, its adapter and its buffers are what they have to be on every rank.",
+        "with a new one, and check that its base, its adapter and its buffers are what they have to be on every rank. "
+        "With --against: compare two checkpoints tensor by tensor, in this process, without loading either.",
     )
     plan = commands.add_parser(
         "plan",
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--variant", help='weight variant, such as "fp16"')
         command.add_argument("--revision", help="Hub revision")
         command.add_argument("--wrap", nargs="+", help="class names of modules to wrap (default: found in the model)")
+    verify.add_argument("--against", metavar="OTHER", help="compare the files with those of another folder instead")
     verify.add_argument("--lora", action="store_true", help="check a load with a new LoRA adapter instead")
     verify.add_argument("--rank", type=int, default=8, help="rank of the adapter")
     verify.add_argument("--targets", nargs="+", help="names of the modules to adapt (default: attention projections)")
@@ -81,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
     args = parser.parse_args(argv)
+    if args.command == "verify" and args.against:
+        return _verify_against(args)
     if args.command == "verify" and args.lora:
         return _verify_lora(args)
     return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
@@ -168,6 +172,18 @@ def _verify_lora(args: argparse.Namespace) -> int:
             for fault in check.faults[:10]:
                 print(f"         {fault}")
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _verify_against(args: argparse.Namespace) -> int:
+    from metashard.compare_files import compare_checkpoints
+
+    try:
+        found = compare_checkpoints(args.path, args.against, args.component, variant=args.variant)
+    except MetaShardError as error:
+        print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(found.to_json() if args.json else f"metashard verify: {found}")
+    return 1 if found.differences else 0
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """The one home of metashard's exceptions.
 
-Every error raised because a load went wrong is a `LoadError`; its subclasses say which part was wrong. All of them
-carry the same typed attributes and survive pickling, because the rank where a failure happens sends the error itself to
-the others: every rank raises the same type with the same message (see `metashard.agree`).
+Every error raised because a load went wrong is a `LoadError`; its subclasses say which part was wrong. A save that went
+wrong is a `SaveError`. All of them carry the same typed attributes and survive pickling, because the rank where a
+failure happens sends the error itself to the others: every rank raises the same type with the same message (see
+`metashard.agree`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ class MetaShardError(Exception):
         message: What is wrong and what to do about it, as a colleague would say it.
         rank: Rank (in the mesh) where it happened; None where there is no process group.
         phase: Step of the load: "resolve", "headers", "import", "build", "plan", "prepare", "adapters", "agree",
-            "shard", "allocate", "fill", "buffers", "check", "verify".
+            "shard", "allocate", "fill", "buffers", "check", "verify"; of a save: "resolve", "agree", "layout",
+            "write", "check", "commit".
         file: Path of the file concerned.
         key: Name of the tensor or parameter concerned.
         expected: What was expected, as a short text or value.
         got: What came.
         ranks: All ranks that failed in that phase (filled in by the agreement).
     """
+
+    task, outcome = "call", "nothing was done"  # in the message about a lost rank
 
     def __init__(
         self,
@@ -68,6 +72,8 @@ def _rebuild(cls: type[MetaShardError], message: str, state: dict[str, Any]) -> 
 class LoadError(MetaShardError):
     """A load failed; the subclasses say in which part. Also wraps errors that are not ours (I/O, a caller's hook)."""
 
+    task, outcome = "load", "nothing was loaded on any rank"
+
 
 class ComponentError(LoadError, ValueError):
     """The component cannot be resolved: unknown name, null component, unknown class, quantised weights, no weights."""
@@ -83,6 +89,12 @@ class LayoutError(LoadError, ValueError):
 
 class ShardError(LoadError, ValueError):
     """The module cannot be sharded as asked: nothing to wrap, an unsupported placement, already sharded."""
+
+
+class SaveError(MetaShardError):
+    """A save failed, and what was in the folder before is still there. Also wraps errors that are not ours (I/O)."""
+
+    task, outcome = "save", "nothing was saved, and the folder is as it was"
 
 
 class AdapterError(LoadError, ValueError):

@@ -103,6 +103,8 @@ def load_component(
             module = build_shell(cls, found.config, library=found.library, dtype=build_dtype(found, headers, dtype))
             if found.library == "transformers":  # peft notes it down, and `save_pretrained` with it
                 module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
+            else:
+                module.register_to_config(_name_or_path=str(found.folder))  # type: ignore[operator]
         mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
         strategy, reason, crew = choose_strategy(run, found, headers, mapping, folder, lora)
         if run.load.verify == "full":

@@ -1,4 +1,4 @@
-"""The options of a load, as frozen dataclasses that are validated when they are made."""
+"""The options of a load and of a save, as frozen dataclasses that are validated when they are made."""
 
 from __future__ import annotations
 
@@ -97,9 +97,32 @@ class LoadPolicy:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}.")
-        if self.io_threads < 1:
-            raise ValueError(f"io_threads={self.io_threads}: expected at least 1.")
-        if self.staging_bytes < 1 << 16:
-            raise ValueError(f"staging_bytes={self.staging_bytes}: expected at least 65536 (64 KiB).")
-        if not 0 < self.timeout < 1e8:
-            raise ValueError(f"timeout={self.timeout}: expected a positive number of seconds.")
+        _check_io(self.io_threads, self.staging_bytes, self.timeout)
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """How the bytes of a save go out.
+
+    Args:
+        io_threads: Writing threads a rank.
+        staging_bytes: Bytes of all staging buffers of a rank together. Shards in host memory that are saved in their
+            own dtype are written from where they are.
+        timeout: Seconds to wait for the slowest rank in a phase before giving it up.
+    """
+
+    io_threads: int = 4
+    staging_bytes: int = 64 << 20
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _check_io(self.io_threads, self.staging_bytes, self.timeout)
+
+
+def _check_io(io_threads: int, staging_bytes: int, timeout: float) -> None:
+    if io_threads < 1:
+        raise ValueError(f"io_threads={io_threads}: expected at least 1.")
+    if staging_bytes < 1 << 16:
+        raise ValueError(f"staging_bytes={staging_bytes}: expected at least 65536 (64 KiB).")
+    if not 0 < timeout < 1e8:
+        raise ValueError(f"timeout={timeout}: expected a positive number of seconds.")

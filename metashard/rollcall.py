@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from metashard.errors import LoadError
+from metashard.errors import LoadError, MetaShardError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Verdict:
     """
 
     words: tuple[bytes | None, ...]
-    lost: LoadError | None = None
+    lost: MetaShardError | None = None
     cut_off: bool = False
 
 
@@ -70,10 +70,11 @@ class RollCall:
     def __init__(self, store: Any, prefix: str, *, rank: int, size: int, timeout: float) -> None:
         self.store, self.prefix, self.rank, self.size, self.timeout = store, prefix, rank, size, timeout
         self.number = 0
+        self.error: type[MetaShardError] = LoadError  # of what the ranks are at: says what a lost rank has left
         self._kept: dict[int, tuple[int | str, ...]] = {}  # number of a call -> its keys that this rank has to delete
         self._hosts: dict[int, Host] = {}
 
-    def meet_neighbours(self) -> LoadError | None:
+    def meet_neighbours(self) -> MetaShardError | None:
         """The first call: learn which ranks are processes of this host. Returns the error if some did not come."""
         me = this_process()
         verdict = self.call(pickle.dumps(me), phase="resolve")
@@ -175,11 +176,12 @@ class RollCall:
         missing = [rank for rank, word in enumerate(words) if word is None]
         lost = None
         if ended:
-            lost = lost_error(ended, phase, "the process has ended. Was it killed, or out of memory?")
+            lost = lost_error(self.error, ended, phase, "the process has ended. Was it killed, or out of memory?")
         elif missing and cut_off:
-            lost = lost_error(missing, phase, "the connection is closed. Was it killed, or its host?")
+            lost = lost_error(self.error, missing, phase, "the connection is closed. Was it killed, or its host?")
         elif missing and not failed:
-            lost = lost_error(missing, phase, f"nothing was heard of it within {self.timeout:g} s. Is it hanging?")
+            why = f"nothing was heard of it within {self.timeout:g} s. Is it hanging?"
+            lost = lost_error(self.error, missing, phase, why)
         mine = pickle.dumps(Verdict(tuple(words), lost, cut_off))
         return self._read(self.store.compare_set(self._key(number, "verdict"), "", mine))
 
@@ -203,18 +205,19 @@ class RollCall:
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(_LONGEST_NAP)
         if gone:
-            lost = lost_error(gone, phase, "the process has ended. Was it killed, or out of memory?")
+            lost = lost_error(self.error, gone, phase, "the process has ended. Was it killed, or out of memory?")
         else:
-            lost = lost_error([0], phase, "the rendezvous store, which it or its launcher hosts, does not answer.")
+            why = "the rendezvous store, which it or its launcher hosts, does not answer."
+            lost = lost_error(self.error, [0], phase, why)
         lost.__cause__ = error
         return Verdict((None,) * self.size, lost, cut_off=True)
 
 
-def lost_error(ranks: Sequence[int], phase: str, why: str) -> LoadError:
+def lost_error(error: type[MetaShardError], ranks: Sequence[int], phase: str, why: str) -> MetaShardError:
     """The error that names ranks that do not answer any more."""
     names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
-    return LoadError(
-        f"{names} left the load: {why} Look at the first error in its log; nothing was loaded on any rank.",
+    return error(
+        f"{names} left the {error.task}: {why} Look at the first error in its log; {error.outcome}.",
         rank=ranks[0],
         phase=phase,
         expected="every rank at the end of the phase",

@@ -16,7 +16,7 @@ from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Recorder
 from metashard.shard import check_mesh, mesh_device
 
-_FIRST_TIMEOUT = 600.0  # seconds for all ranks to arrive at the load
+FIRST_TIMEOUT = 600.0  # seconds for all ranks to arrive at the load
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Run:
         self.recorder = Recorder(self.device)
         self.prefetch = Prefetch()
         # The comparison has a timeout of its own: ranks with other timeouts would make groups that never meet.
-        first = Agreement(mesh_ranks(self.mesh), timeout=_FIRST_TIMEOUT)
+        first = Agreement(mesh_ranks(self.mesh), timeout=FIRST_TIMEOUT)
         with first.told():
             first.same((self.load, self.shard.comparable()), what="policies", phase="resolve")
             self.hosts = first.gather(socket.gethostname())

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ def shard_module(
 
 
 def pinned_names(module: nn.Module, param_dtype: torch.dtype | None) -> set[str]:
-    """FQNs of the parameters that their model's class keeps in fp32 when it loads in `param_dtype`; none for None."""
+    """FQNs of the parameters and buffers that their model's class keeps in fp32 when it loads in `param_dtype`."""
     if param_dtype not in (torch.bfloat16, torch.float16):
         return set()
     found: set[str] = set()
@@ -245,7 +246,8 @@ def pinned_names(module: nn.Module, param_dtype: torch.dtype | None) -> set[str]
             pinned = partial(_has_part, pins)
         if pinned is not None:
             start = f"{prefix}." if prefix else ""
-            found |= {start + name for name, _ in sub.named_parameters(remove_duplicate=False) if pinned(name)}
+            tensors = (sub.named_parameters(remove_duplicate=False), sub.named_buffers(remove_duplicate=False))
+            found |= {start + name for name, _ in chain(*tensors) if pinned(name)}
     return found
 
 

@@ -90,6 +90,7 @@ def _wait(thread: threading.Thread, stop: threading.Event, others: Others) -> No
         elif thread in threading.enumerate():  # about to start: its start was interrupted
             time.sleep(0.001)
         if thread not in threading.enumerate():
+            thread.join()  # it may have a last word with the interpreter, which must not be at its own end by then
             return
         if leave_at == float("inf") and others.over():
             leave_at = time.monotonic() + _LEAVE_SECONDS

@@ -97,6 +97,11 @@ def _variants(names: Iterable[str], stems: Iterable[str]) -> set[str | None]:
     return {next(filter(None, match.groups()), None) for match in found if match}
 
 
+def is_weights(name: str, stem: str, variant: str | None) -> bool:
+    """Whether a loader would take a safetensors file, or an index, of this name for weights of a stem and variant."""
+    return ".safetensors" in name and _variants([name], [stem]) == {variant}
+
+
 def confusable(name: str, stem: str, variant: str | None) -> bool:
     """Whether a file that is not loaded could be taken for one that is: safetensors, and not of another variant."""
     if not name.endswith(".safetensors"):

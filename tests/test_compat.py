@@ -245,3 +245,29 @@ def test_diffusers_names_its_pins_as_they_are_cleared() -> None:
     from diffusers import WanTransformer3DModel
 
     assert "scale_shift_table" in WanTransformer3DModel._keep_in_fp32_modules
+
+
+@pytest.mark.parametrize("library", ["diffusers", "transformers"])
+def test_what_a_library_would_write_is_told(library: str, tmp_path: Path) -> None:
+    """And nothing is written; afterwards it writes again, and shows its progress as before."""
+    import safetensors.torch
+    import transformers
+    from diffusers import AutoencoderTiny
+
+    model = AutoencoderTiny() if library == "diffusers" else tiny_bert()
+    original = safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
+    told: list[tuple[int, str, dict[str, str]]] = []
+    with _compat.recorded_save_file(lambda tensors, name, metadata: told.append((len(tensors), name, dict(metadata)))):
+        model.save_pretrained(tmp_path)
+    assert [(count, metadata) for count, _, metadata in told] == [(len(model.state_dict()), {"format": "pt"})]
+    assert told[0][1].startswith(str(tmp_path))
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert (safetensors.torch.save_file, transformers.modeling_utils.safe_save_file) == original
+    assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+def test_transformers_s_loader_notes_what_a_save_reverts(tmp_path: Path) -> None:
+    """Why `transformers_renamer` sets `_weight_conversions`: without it the order of files would be another."""
+    model = tiny_bert()
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path)._weight_conversions == []

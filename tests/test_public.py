@@ -22,6 +22,9 @@ NAMES = [
     "LoraSpec",
     "MetaShardError",
     "RankReport",
+    "SaveError",
+    "SavePolicy",
+    "SaveReport",
     "ShardError",
     "ShardPolicy",
     "add_lora",
@@ -31,6 +34,8 @@ NAMES = [
     "load_component",
     "load_components",
     "plan_load",
+    "save_component",
+    "save_lora",
     "sync_model_dtypes",
     "wrap_model",
 ]
@@ -51,6 +56,14 @@ SIGNATURES = {
     "add_lora": "(module, lora)",
     "wrap_model": "(module, *, mesh, shard=ShardPolicy(), load=LoadPolicy(), output_loading_info=False)",
     "digest_shards": "(module)",
+    "save_component": (
+        "(module, folder, *, max_shard_size='5GB', dtype=None, variant=None, lora='leave_out', overwrite=False, "
+        "save=SavePolicy())"
+    ),
+    "save_lora": (
+        "(module, folder, *, format='diffusers', adapter=None, component=None, overwrite=False, save=SavePolicy())"
+    ),
+    "SavePolicy": "(io_threads=4, staging_bytes=67108864, timeout=1800.0)",
     "LoraSpec": "(source, name='default', style=None, trainable=True, active=None)",
     "ShardPolicy": (
         "(wrap=None, mp_policy=None, offload_policy=None, reshard_after_forward=None, shard_placement_fn=None, "
@@ -75,7 +88,7 @@ def plain_signature(value: object) -> str:
     """Names, kinds and defaults; a default policy by its class, as it is written."""
     parameters = []
     for parameter in inspect.signature(value).parameters.values():  # type: ignore[arg-type]
-        if isinstance(parameter.default, (metashard.ShardPolicy, metashard.LoadPolicy)):
+        if isinstance(parameter.default, (metashard.ShardPolicy, metashard.LoadPolicy, metashard.SavePolicy)):
             assert parameter.default == type(parameter.default)()
             parameter = parameter.replace(default=_Written(f"{type(parameter.default).__name__}()"))
         parameters.append(parameter.replace(annotation=inspect.Parameter.empty))

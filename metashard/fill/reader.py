@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from metashard.errors import CheckpointError
 from metashard.fill.bytes import as_bytes
 from metashard.fill.pages import STEP_BYTES, populate
 from metashard.fill.staging import Staging
+from metashard.fill.threads import in_threads
 
 READ_BYTES = 8 << 20  # one preadv; larger gains nothing, smaller leaves more calls
 
@@ -210,39 +210,20 @@ class Reader:
         Raises:
             The first error of any thread, once all have stopped.
         """
-        ordered = iter(sorted(reads, key=lambda r: (r.entry.file, r.offset)))
-        lock = threading.Lock()
-        errors: list[BaseException] = []
+        ordered = sorted(reads, key=lambda r: (r.entry.file, r.offset))
 
-        def work(number: int) -> None:
-            try:
-                while not errors:
-                    with lock:
-                        read = next(ordered, None)
-                    if read is None:
-                        break
-                    self._read(read, number)
-                    placed(read.into)
-                for (owner, _), staging in self.stagings.copy().items():
-                    if owner == number:
-                        staging.finish()
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-                errors.append(error)
+        def work(read: Read, number: int) -> None:
+            self._read(read, number)
+            placed(read.into)
 
-        count = max(1, min(self.threads, len(reads)))
-        workers = [threading.Thread(target=work, args=(n,), name=f"metashard-read-{n}") for n in range(1, count)]
-        try:
-            for worker in workers:
-                worker.start()
-            work(0)
-            for worker in workers:
-                worker.join()
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C outside of `work`, or a thread that cannot be started
-            errors.append(error)
-            while any(worker in threading.enumerate() for worker in workers):  # one half started cannot be joined
-                time.sleep(0.001)
-        if errors:
-            raise errors[0]
+        threads = max(1, min(self.threads, len(reads)))
+        in_threads(ordered, work, threads=threads, last=self._finish, name="metashard-read")
+
+    def _finish(self, number: int) -> None:
+        """Wait for what is still on its way from a thread's staging."""
+        for (owner, _), staging in self.stagings.copy().items():
+            if owner == number:
+                staging.finish()
 
     def _read(self, read: Read, number: int) -> None:
         if read.takes_as_is:

@@ -1,0 +1,65 @@
+"""Two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from metashard import compare_files
+from metashard.cli import main
+from metashard.compare_files import compare_checkpoints
+
+from . import zoo
+
+
+def test_how_a_checkpoint_is_cut_into_files_makes_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_files, "_PIECE_BYTES", 256)
+    model = zoo.CASES["SD3Transformer2DModel"].build()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="30KB")
+    found = compare_checkpoints(tmp_path / "one", tmp_path / "many")
+    assert found.differences == ()
+    assert found.nbytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert main(["verify", str(tmp_path / "one"), "--against", str(tmp_path / "many")]) == 0
+    assert "0 differences" in capsys.readouterr().out
+
+
+def test_every_difference_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = {
+        "same": torch.arange(9.0),
+        "not a number": torch.tensor([float("nan"), 1.0]),
+        "values": torch.arange(9.0),
+        "dtype": torch.zeros(2),
+        "shape": torch.zeros(2, 3),
+        "first": torch.zeros(1),
+    }
+    there = {**here, "dtype": torch.zeros(2).half(), "shape": torch.zeros(3, 2), "second": torch.zeros(1)}
+    there["values"] = torch.tensor([0, 1, 2, 30, 4, 50, 6, 7, 8.0])
+    del there["first"]
+    for name, tensors in (("a", here), ("b", there)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "x.safetensors")
+    found = {
+        d.key: (d.what, d.here, d.there, d.elements)
+        for d in compare_checkpoints(tmp_path / "a", tmp_path / "b").differences
+    }
+    assert found == {
+        "dtype": ("dtype", "torch.float32", "torch.float16", 0),
+        "first": ("only here", "", "", 0),
+        "second": ("only there", "", "", 0),
+        "shape": ("shape", "(2, 3)", "(3, 2)", 0),
+        "values": ("values", "3.0", "30.0", 2),
+    }
+    assert main(["verify", str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["differences"]) == 5
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path), "--against", str(tmp_path)]) == 2
+    assert "no safetensors files" in capsys.readouterr().err
