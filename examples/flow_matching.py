@@ -242,6 +242,9 @@ def compare_losses(path: Path, losses: list[float], *, start: int, rounding: flo
         start: The first step of both.
         rounding: How much of a loss that may come to.
     """
+    if not path.exists():
+        say("  the run that was stopped has not noted what comes after the checkpoint: nothing to compare")
+        return
     noted, world = json.loads(path.read_text()), dist.get_world_size()
     tolerance = 0.0 if noted["ranks"] == world else rounding
     say(f"  step   went on, {noted['ranks']} ranks   resumed, {world} ranks")
