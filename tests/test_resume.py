@@ -105,12 +105,7 @@ class Training:
             self.family, self.inputs, self.save = "wan", train_full.WAN, train_full.save
         self.model, self.optimizer, self.scheduler = made
         if checkpoint:
-            self.load_progress(checkpoint / "progress", *made)
-
-    def load_progress(self, folder: Path, *made: Any) -> None:
-        from flow_matching import load_progress
-
-        load_progress(folder, *made)
+            train_lora.load_progress(checkpoint / "progress", *made)  # shared by both
 
     def train(self, *steps: int) -> list[float]:
         from flow_matching import train
