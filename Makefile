@@ -56,6 +56,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/init_latency.py --quick --workdir $(OUT)/checkpoint --out $(OUT)
 	$(BIN)/python benchmarks/init_latency.py --quick --workdir $(OUT)/checkpoint --out $(OUT) --lora --flows direct rank0/scatter
 	$(BIN)/python benchmarks/peak_memory.py --quick --workdir $(OUT)/checkpoint --out $(OUT)
+	$(BIN)/python benchmarks/saving_speed.py --quick --workdir $(OUT)/checkpoint \
+	  --json $(OUT)/saving_speed.json --markdown $(OUT)/saving_speed.md
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/weight_loading.py --model-path $(BENCH_MODEL) \
 	  --subfolder transformer --repeats 1 --json $(OUT)/weight_loading.json
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/weight_loading_comparison.py --model-path $(BENCH_MODEL) \

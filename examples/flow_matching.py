@@ -5,8 +5,12 @@ Nothing in here is about loading; that is `train_lora.py`, `train_full.py` and t
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -44,6 +49,7 @@ WAN = dict(
     rope_max_seq_len=32,
 )
 FAMILIES = {"sd3": ("sd3-small", SD3), "wan": ("wan2.2-a14b", WAN)}
+BATCH = 8  # pictures of a step over all ranks: a run takes the same steps on 1, 2, 4 and 8 of them
 COLOURS = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.9, 0.1], [0.1, 0.1, 0.9], [0.9, 0.9, 0.1]])
 
 
@@ -51,8 +57,25 @@ def under_torchrun(ranks: int) -> None:
     """Start this script again under torchrun, unless it runs under it already. Does not return if it does."""
     if "RANK" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+        os.execv(sys.executable, _torchrun(ranks))
+
+
+def smoke(args: argparse.Namespace) -> None:
+    """With --smoke: run this script on two ranks and resume what it has saved on one. Does not return if it does."""
+    if not args.smoke or "RANK" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as temporary:
+        out = ["--out", str(args.out or temporary)]
+        for ranks, more in ((2, []), (1, ["--resume"])):
+            code = subprocess.run([*_torchrun(ranks), *out, *more], check=False).returncode
+            if code:
+                sys.exit(code)
+    sys.exit()
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *sys.argv]
 
 
 @contextmanager
@@ -107,6 +130,8 @@ def flow_loss(
     device: torch.device,
     *,
     seed: int,
+    count: int = 4,
+    share: slice = slice(None),
     sigmas: tuple[float, float] = (0.0, 1.0),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -117,14 +142,17 @@ def flow_loss(
         family: "sd3" or "wan".
         device: Where to compute.
         seed: Decides pictures, noise and times, so that a step of a resumed run is the step it would have been.
+        count: Pictures of the batch.
+        share: Those of them to compute with: a rank's part of a batch that all ranks draw alike.
         sigmas: Range of times s; each of Wan's experts has its own.
         dtype: Of the inputs.
     """
     draw = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, len(COLOURS), (4,), generator=draw)
+    labels = torch.randint(0, len(COLOURS), (count,), generator=draw)
     clean = pictures(labels, draw)
     noise = torch.randn(clean.shape, generator=draw)
-    s = sigmas[0] + (sigmas[1] - sigmas[0]) * torch.rand(4, generator=draw)
+    s = sigmas[0] + (sigmas[1] - sigmas[0]) * torch.rand(count, generator=draw)
+    labels, clean, noise, s = labels[share], clean[share], noise[share], s[share]
     noisy = (1 - s[:, None, None, None]) * clean + s[:, None, None, None] * noise
     tokens, pooled = captions(labels)
     inputs: dict[str, Any] = {"hidden_states": noisy, "timestep": 1000 * s, "encoder_hidden_states": tokens}
@@ -148,36 +176,81 @@ def evaluate(model: nn.Module, family: str, device: torch.device, **kwargs: Any)
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
     family: str,
     device: torch.device,
     *,
     steps: range,
     **kwargs: Any,
-) -> None:
-    """Plain FSDP2 training: each rank sees pictures of its own, gradients are averaged and clipped."""
+) -> list[float]:
+    """Plain FSDP2 training: ranks share the pictures of each step, gradients are averaged and clipped.
+
+    Returns:
+        The loss of each step, over the pictures of all ranks.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if BATCH % world:
+        raise ValueError(f"{BATCH} pictures a step cannot be shared evenly by {world} ranks: use 1, 2, 4 or 8.")
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     trained = [p for p in model.parameters() if p.requires_grad]
+    losses = []
     for step in steps:
-        seed = step * dist.get_world_size() + dist.get_rank()
-        flow_loss(model, family, device, seed=seed, **kwargs).backward()
+        loss = flow_loss(model, family, device, seed=step, count=BATCH, share=share, **kwargs)
+        loss.backward()
+        losses.append(loss.detach())
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
+    mean = torch.stack(losses) / world
+    dist.all_reduce(mean)
+    return mean.tolist()
 
 
-_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+def save_progress(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
+    """All of a run but the weights, each rank its own part of the optimizer's state.
+
+    DCP writes its `.metadata` last: saved after the weights, it says that both are there.
+    """
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler}, checkpoint_id=folder)
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What is trained and the optimizer's state, each rank its own shards."""
-    weights, state = get_state_dict(model, optimizer, options=_TRAINED_ONLY)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+def load_progress(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
+    """What `save_progress` saved, on any number of ranks: DCP cuts the optimizer's state as the model is cut now."""
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load({"optimizer": state, "scheduler": scheduler}, checkpoint_id=folder)  # the scheduler takes its own
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Into a newly loaded model and its optimizer, on any number of ranks."""
-    weights, state = get_state_dict(model, optimizer, options=_TRAINED_ONLY)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=_TRAINED_ONLY)
+def note_losses(path: Path, losses: list[float]) -> None:
+    """Keep the losses after a checkpoint, to compare those of a resumed run with."""
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps({"ranks": dist.get_world_size(), "losses": losses}))
+    dist.barrier()
+
+
+def compare_losses(path: Path, losses: list[float], *, start: int, rounding: float) -> None:
+    """Hold a resumed run's losses against those that `note_losses` kept, side by side.
+
+    On the same number of ranks they are equal to the last bit. On another number they are not: the same state computes
+    with the same pictures, but matrix products of other batch sizes and gradients averaged in another order round
+    otherwise, and every step carries that on.
+
+    Args:
+        path: What `note_losses` wrote.
+        losses: Of the resumed run.
+        start: The first step of both.
+        rounding: How much of a loss that may come to.
+    """
+    if not path.exists():
+        say("  the run that was stopped has not noted what comes after the checkpoint: nothing to compare")
+        return
+    noted, world = json.loads(path.read_text()), dist.get_world_size()
+    tolerance = 0.0 if noted["ranks"] == world else rounding
+    say(f"  step   went on, {noted['ranks']} ranks   resumed, {world} ranks")
+    for step, (before, after) in enumerate(zip(noted["losses"], losses, strict=True), start):
+        say(f"  {step:4}   {before:16.8f}   {after:16.8f}")
+        assert abs(after - before) <= tolerance * before, f"step {step}: loss {after}, expected {before}"
 
 
 def say(text: str) -> None:

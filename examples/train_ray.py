@@ -55,8 +55,9 @@ class Trainer:
         )
         model.train()
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=steps)
         before = evaluate(model, "sd3", device)
-        train(model, optimizer, "sd3", device, steps=range(steps))
+        train(model, optimizer, scheduler, "sd3", device, steps=range(steps))
         after = evaluate(model, "sd3", device)
         dist.destroy_process_group()
         return {"report": report, "before": before, "after": after}
