@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import metashard
@@ -177,6 +178,39 @@ def test_any_placement_is_saved(ranks4: Ranks, tmp_path: Path, kind: str) -> Non
 
     save_grid(tmp_path / "model", **(dict(width=8, inner=12) if kind == "columns" else {}))  # FSDP: no uneven columns
     assert ranks4.run(grid_saved, str(tmp_path / "model"), str(tmp_path), kind) == [[], [], [], []]
+
+
+class BrokenOffError(Exception):
+    """By which a test leaves a forward."""
+
+
+def saved_after_a_broken_forward(folder: str, out: str) -> list[str]:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    module = metashard.load_component(
+        folder, mesh=cpu_mesh(), dtype=FP32, shard=metashard.ShardPolicy(mp_policy=policy)
+    )
+    before = metashard.digest_shards(module)
+
+    def break_off(*args: Any) -> None:
+        raise BrokenOffError
+
+    module.transformer_blocks[1].register_forward_pre_hook(break_off)
+    with suppress(BrokenOffError):
+        zoo.run_forward(zoo.CASES[SD3], module, BF16)
+    gathered = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    assert "proj_out.weight" in gathered  # else this test shows nothing
+    save_component(module, Path(out, "saved"), save=POLICY)
+    dist.barrier()
+    found = different(Path(out, "saved"), Path(folder))
+    found.remove("config.json")  # names its folder
+    return found if metashard.digest_shards(module) == before else [*found, "digest"]
+
+
+def test_a_save_after_a_forward_that_was_broken_off_is_of_the_shards(
+    ranks2: Ranks, models: str, tmp_path: Path
+) -> None:
+    """FSDP leaves parameters gathered then, in the dtype of the compute."""
+    assert ranks2.run(saved_after_a_broken_forward, f"{models}/{SD3}", str(tmp_path)) == [[], []]
 
 
 # --- ranks that do not see the folder

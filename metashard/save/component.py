@@ -12,7 +12,7 @@ from metashard.errors import SaveError
 from metashard.policy import SavePolicy
 from metashard.save.report import SaveReport
 from metashard.save.run import SaveRun
-from metashard.save.twin import ADAPTERS, Twin, check_real, put_back_shards
+from metashard.save.twin import ADAPTERS, Twin, check_real
 from metashard.weight_files import STEMS, is_weights
 
 
@@ -64,7 +64,6 @@ def save_component(
             if lora not in ADAPTERS:
                 raise SaveError(f"lora={lora!r}: expected one of {', '.join(ADAPTERS)}.", phase="resolve")
             check_real(module)
-            put_back_shards(module)
             twin = Twin(module, dtype=dtype, lora=lora)
         run.agreement.same(list(twin.facts()), what="the tensors that they hold", phase="agree")
         root: Any = twin.root
