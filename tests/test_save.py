@@ -528,3 +528,13 @@ def test_the_account_sees_a_byte_too_few_and_one_twice() -> None:
     for wrong in (account((1000, 99)), account((1000, 60), (1050, 50)), account((1000, 50), (1040, 50)), {}):
         with pytest.raises(SaveError, match="w: "):
             check_accounts([wrong], [entry])
+def test_a_plain_tensor_with_gaps_is_saved(tmp_path: Path) -> None:
+    """transformers saves such a buffer; the writers take contiguous memory."""
+    module = zoo.CASES["T5EncoderModel"].build()
+    module.register_buffer("gaps", torch.arange(12.0)[::3])
+    module.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
+    save_component(module, tmp_path / "saved")
+    module.save_pretrained(tmp_path / "expected")
+    assert different(tmp_path / "saved", tmp_path / "expected") == []
+
+
