@@ -63,6 +63,8 @@ def save_component(
         with run.phase("resolve"):
             if lora not in ADAPTERS:
                 raise SaveError(f"lora={lora!r}: expected one of {', '.join(ADAPTERS)}.", phase="resolve")
+            if variant is not None and Path(variant).name != variant:
+                raise SaveError(f"variant={variant!r}: expected a part of a file name, such as fp16.", phase="resolve")
             check_real(module)
             twin = Twin(module, dtype=dtype, lora=lora)
         run.agreement.same(list(twin.facts()), what="the tensors that they hold", phase="agree")
