@@ -83,6 +83,15 @@ def set_group_policy(module: nn.Module, mesh_infos: list[Any], policy: Any) -> N
                 parameter.mp_policy = policy
 
 
+def put_back_gathered(module: nn.Module) -> None:
+    """Free what the groups of an FSDP module have gathered.
+
+    `FSDPModule.reshard` leaves it where a forward is under way: so does one that an exception has broken off.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        group._to_sharded()
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Build modules under `dtype`, as both libraries' `from_pretrained` do."""

@@ -214,6 +214,15 @@ class Alone(Agreement):
     def from_leader(self, value: T | None) -> T:
         return value  # type: ignore[return-value]
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if error is not self._raised:
+                self._agree(self.now, error)
+            raise
+
     def _agree(self, name: str, original: BaseException | None) -> None:
         if isinstance(original, Exception):
             self._raised = _as_typed(original, 0, name, self.error)

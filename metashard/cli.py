@@ -217,7 +217,7 @@ def _plan(args: argparse.Namespace) -> int:
             print(plan.to_json())
         else:
             print_plan(plan, storage_gbps=args.storage_gbps, network_gbps=args.network_gbps)
-    except (MetaShardError, ValueError) as error:
+    except (MetaShardError, ValueError, OSError) as error:
         print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0

@@ -119,7 +119,10 @@ class RollCall:
 
     def gone(self) -> list[int]:
         """Ranks of this host whose process has ended."""
-        return [rank for rank, host in self._hosts.items() if _started(host.pid) != host.started]
+        try:
+            return [rank for rank, host in self._hosts.items() if _started(host.pid) != host.started]
+        except OSError:  # this process has no file descriptor left: that says nothing of the others
+            return []
 
     def over(self) -> bool:
         """Whether the way to the next call may never end: a rank is lost, or the call was decided without this one."""
@@ -241,7 +244,7 @@ def _started(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()  # the name before may hold anything
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 

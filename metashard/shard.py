@@ -339,3 +339,14 @@ def average_replicated_grads(module: nn.Module, mesh: DeviceMesh, names: Iterabl
     for name in sorted(names):
         if parameters[name].requires_grad:
             parameters[name].register_post_accumulate_grad_hook(average)
+
+
+def put_back_shards(module: nn.Module) -> None:
+    """Free what FSDP has gathered for a forward, in the dtype of its compute.
+
+    The root's group stays gathered after a forward without a backward, and whatever a forward needed that an exception
+    has broken off.
+    """
+    for sub in module.modules():
+        if isinstance(sub, FSDPModule):
+            _compat.put_back_gathered(sub)

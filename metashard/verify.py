@@ -9,12 +9,12 @@ from itertools import chain, pairwise, zip_longest
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from metashard.errors import LoadError
 from metashard.fill.bytes import as_bytes, flat_local
 from metashard.layout import Slot, named_slots
+from metashard.shard import put_back_shards
 from metashard.shards import local_box
 
 _HASH_BYTES = 32 << 20
@@ -31,9 +31,7 @@ def digest_shards(module: nn.Module) -> str:
     Returns:
         The hex digest. Equal digests on the same rank of two loads mean equal bytes.
     """
-    for sub in module.modules():
-        if isinstance(sub, FSDPModule):
-            sub.reshard()  # the root's group stays gathered after a forward without a backward
+    put_back_shards(module)
     return _digest(named_slots(module), {slot.fqn: _local(tensor) for slot, tensor in named_slots(module)})
 
 

@@ -146,7 +146,7 @@ def test_the_command_prints_tables_or_json(folder, capsys):
 
 def test_the_command_says_in_one_line_what_is_wrong(folder, tmp_path, capsys):
     good = folder("SD3Transformer2DModel")
-    for args in ([str(tmp_path)], [good, "--storage-gbps", "5"], [good, "--lora-rank", "0"]):
+    for args in ([str(tmp_path)], ["x" * 300], [good, "--storage-gbps", "5"], [good, "--lora-rank", "0"]):
         assert main(["plan", *args, "--world-size", "2"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert main(["plan", good, "--mesh", "2xmany"]) == 2

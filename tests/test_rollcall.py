@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -152,3 +154,15 @@ def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
     assert rollcall._started(child) == ""  # a zombie has ended
     os.waitpid(child, 0)
     assert rollcall._started(child) == ""
+
+
+def test_a_process_without_file_descriptors_takes_nobody_for_dead(tmp_path: Path) -> None:
+    """What it cannot look up is not gone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    calls = rollcall.RollCall(store, "p", rank=0, size=1, timeout=5)
+    calls._hosts = {1: rollcall.this_process()}
+    assert calls.gone() == []
+    with mock.patch("builtins.open", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        assert calls.gone() == []
+    calls._hosts = {1: rollcall.this_process()._replace(started="0")}
+    assert calls.gone() == [1]

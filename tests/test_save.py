@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import metashard
@@ -179,6 +180,39 @@ def test_any_placement_is_saved(ranks4: Ranks, tmp_path: Path, kind: str) -> Non
     assert ranks4.run(grid_saved, str(tmp_path / "model"), str(tmp_path), kind) == [[], [], [], []]
 
 
+class BrokenOffError(Exception):
+    """By which a test leaves a forward."""
+
+
+def saved_after_a_broken_forward(folder: str, out: str) -> list[str]:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    module = metashard.load_component(
+        folder, mesh=cpu_mesh(), dtype=FP32, shard=metashard.ShardPolicy(mp_policy=policy)
+    )
+    before = metashard.digest_shards(module)
+
+    def break_off(*args: Any) -> None:
+        raise BrokenOffError
+
+    module.transformer_blocks[1].register_forward_pre_hook(break_off)
+    with suppress(BrokenOffError):
+        zoo.run_forward(zoo.CASES[SD3], module, BF16)
+    gathered = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    assert "proj_out.weight" in gathered  # else this test shows nothing
+    save_component(module, Path(out, "saved"), save=POLICY)
+    dist.barrier()
+    found = different(Path(out, "saved"), Path(folder))
+    found.remove("config.json")  # names its folder
+    return found if metashard.digest_shards(module) == before else [*found, "digest"]
+
+
+def test_a_save_after_a_forward_that_was_broken_off_is_of_the_shards(
+    ranks2: Ranks, models: str, tmp_path: Path
+) -> None:
+    """FSDP leaves parameters gathered then, in the dtype of the compute."""
+    assert ranks2.run(saved_after_a_broken_forward, f"{models}/{SD3}", str(tmp_path)) == [[], []]
+
+
 # --- ranks that do not see the folder
 
 
@@ -311,16 +345,18 @@ def test_overwriting_replaces_the_model_s_files_and_nothing_else(
 
 
 class NthCall:
-    """Calls the original, but raises (or kills the process) at the n-th call."""
+    """Calls the original, but raises (or kills the process) at the n-th call, in its place or right after it."""
 
-    def __init__(self, original: Any, n: int, error: BaseException | None) -> None:
-        self.original, self.left, self.error = original, n, error
+    def __init__(self, original: Any, n: int, error: BaseException | None, *, after: bool = False) -> None:
+        self.original, self.left, self.error, self.after = original, n, error, after
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.left -= 1
         if self.left == 0:
             if self.error is None:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.after:
+                self.original(*args, **kwargs)
             raise self.error
         return self.original(*args, **kwargs)
 
@@ -374,6 +410,67 @@ def test_a_failed_rename_puts_everything_back(models: str, tmp_path: Path, place
             else:
                 break
     assert n > 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_right_after_a_step_puts_everything_back(models: str, tmp_path: Path, place: str) -> None:
+    """Ctrl-C comes between a rename, or the exchange, and the next line: what was moved by then is known."""
+    before = filled(tmp_path / "out")
+    module = zoo.CASES[SD3].load(f"{models}/{SD3}", BF16)
+    steps = [(os, "rename", n) for n in range(1, 30)] + [(commit, "_exchange", 1)] * (place == "exchanged")
+    interrupts = 0
+    for where, name, n in steps:
+        with ExitStack() as stack:
+            for key, made in PLACES[place].items():
+                stack.enter_context(patch.object(commit, key, made))
+            stack.enter_context(
+                patch.object(where, name, NthCall(getattr(where, name), n, KeyboardInterrupt(), after=True))
+            )
+            try:
+                save_component(module, tmp_path / "out", overwrite=True)
+            except KeyboardInterrupt:
+                interrupts += 1
+                assert snapshot(tmp_path / "out") == before, f"{name} {n}"
+                assert os.listdir(tmp_path) == ["out"], f"{name} {n}"
+            else:
+                shutil.rmtree(tmp_path / "out")
+                before = filled(tmp_path / "out")
+    assert interrupts > 3
+
+
+def test_what_comes_into_the_folder_during_the_save_is_not_overwritten(models: str, tmp_path: Path) -> None:
+    """Two jobs that save to one new folder: the second one is refused, as if it had come later."""
+    out = tmp_path / "out"
+    module = zoo.CASES[SD3].load(f"{models}/{SD3}", BF16)
+
+    def check(*args: Any) -> None:
+        filled(out)
+
+    with patch.object(run, "_check", check), pytest.raises(SaveError, match="or pass overwrite=True") as raised:
+        save_component(module, out)
+    assert raised.value.phase == "commit"
+    kept = snapshot(out)
+    shutil.rmtree(out)
+    assert kept == filled(out)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_current_folder_stays_the_current_folder(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not exchanged: a process would be left behind in the one that is removed."""
+    (tmp_path / "logs").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    module = zoo.CASES[SD3].load(f"{models}/{SD3}", BF16)
+    for _ in range(2):
+        save_component(module, ".", overwrite=True)
+        assert sorted(os.listdir(".")) == ["config.json", "diffusion_pytorch_model.safetensors", "logs"]
+        assert Path.cwd() == tmp_path
+
+
+def test_a_folder_may_have_the_longest_name(models: str, tmp_path: Path) -> None:
+    save_component(zoo.CASES[SD3].load(f"{models}/{SD3}", BF16), tmp_path / ("ü" * 127))
+    assert os.listdir(tmp_path) == ["ü" * 127]
 
 
 def test_what_cannot_be_put_back_is_kept(models: str, tmp_path: Path) -> None:
@@ -434,6 +531,8 @@ def refused(folder: str, out: str, kind: str) -> None:
         kwargs["max_shard_size"] = f"{1 + dist.get_rank()}GB"
     if kind == "unknown option":
         kwargs["lora"] = "fuse"
+    if kind == "a path in the variant":
+        kwargs["variant"] = "../fp16"
     nothing = type("Usage", (), {"free": 1000})
     with patch.object(shutil, "disk_usage", lambda path: nothing if kind == "no space" else None):
         save_component(module, out, save=POLICY, **kwargs)
@@ -450,6 +549,7 @@ def refused(folder: str, out: str, kind: str) -> None:
         ("no save_pretrained", "has no save_pretrained"),
         ("other arguments", "Ranks differ in arguments"),
         ("unknown option", "expected one of leave_out, merge"),
+        ("a path in the variant", "expected a part of a file name"),
     ],
 )
 def test_every_rank_refuses_bad_input(ranks2: Ranks, models: str, tmp_path: Path, kind: str, message: str) -> None:
@@ -466,6 +566,16 @@ def test_every_rank_refuses_bad_input(ranks2: Ranks, models: str, tmp_path: Path
     assert all(isinstance(error, SaveError) for error in errors) or kind == "other arguments"
     assert snapshot(tmp_path) == before
     assert [name for name in os.listdir(tmp_path) if name != "out"] == []
+
+
+def test_a_plain_tensor_with_gaps_is_saved(tmp_path: Path) -> None:
+    """transformers saves such a buffer; the writers take contiguous memory."""
+    module = zoo.CASES["T5EncoderModel"].build()
+    module.register_buffer("gaps", torch.arange(12.0)[::3])
+    module.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
+    save_component(module, tmp_path / "saved")
+    module.save_pretrained(tmp_path / "expected")
+    assert different(tmp_path / "saved", tmp_path / "expected") == []
 
 
 def test_a_tie_that_the_class_does_not_declare_is_refused(tmp_path: Path) -> None:

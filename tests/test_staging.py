@@ -560,3 +560,13 @@ def _link(name: str) -> str:
         return os.readlink(f"/proc/self/fd/{name}")
     except OSError:
         return ""
+
+
+def test_a_fifo_in_a_file_s_place_is_not_waited_for(tmp_path: Path) -> None:
+    """One that has come there since the headers were read: nobody may ever write to it."""
+    os.mkfifo(tmp_path / "f")
+    with (
+        pytest.raises(CheckpointError, match="changed"),
+        Files(tmp_path, Checkpoint({"f": 8}, {}), same_folder=False) as files,
+    ):
+        files._descriptor("f")

@@ -123,7 +123,9 @@ class Files:
     def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._descriptors:
-                descriptor = os.open(self.folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                # A FIFO that has come in the file's place would be waited for; O_NONBLOCK means nothing to a file.
+                flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+                descriptor = os.open(self.folder / name, flags)
                 self._descriptors[name] = descriptor
                 self._check_unchanged(name, descriptor)
                 if hasattr(os, "posix_fadvise"):

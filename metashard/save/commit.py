@@ -5,11 +5,11 @@ Where the folder is new or empty, its complete replacement is renamed to it. Whe
 overwritten, the two directories are exchanged, which Linux does in one step as well, and whatever else was in the old
 one moves along. So at any time the folder is the old one or the new one, whole.
 
-Where a directory cannot take the other's place (the folder is a mount point, its parent may not be written, a network
-file system without the exchange), files are renamed one by one: first the old index or single weight file goes out of
-the way, so that no loader takes a mixture for a checkpoint, then the old files, then the new ones come in, index or
-single weight file last. An error puts everything back; after a crash within these renames, the old files are still in
-the hidden folder beside the new ones.
+Where a directory cannot take the other's place (the folder is a mount point or the current one, its parent may not be
+written, a network file system without the exchange), files are renamed one by one: first the old index or single weight
+file goes out of the way, so that no loader takes a mixture for a checkpoint, then the old files, then the new ones come
+in, index or single weight file last. An error or Ctrl-C puts everything back; after a crash within these renames, the
+old files are still in the hidden folder beside the new ones.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = ".metashard-save-"
 _OPEN = ".saving"  # in a stage until it is complete: the file by which ranks find out whether they see it
 _ASIDE = "replaced"
+_NAME_BYTES = 200  # of the folder's name in that of its stage: a name may have 255 in all
 
 
 class Stage:
@@ -51,22 +52,14 @@ class Stage:
         self.folder = folder = Path(os.path.realpath(folder))
         if folder.exists() and not folder.is_dir():
             raise SaveError(f"{folder} is a file; expected a folder.", phase="resolve", file=str(folder))
-        held = [name for name in os.listdir(folder) if not name.startswith(_PREFIX)] if folder.exists() else []
-        if held and not overwrite:
-            raise SaveError(
-                f"{folder} holds {len(held)} files or folders ({', '.join(sorted(held)[:3])}). Save to an empty "
-                "folder, or pass overwrite=True: files of the same names and other weights of the model are replaced, "
-                "everything else stays.",
-                phase="resolve",
-                file=str(folder),
-                expected="a new or empty folder",
-                got=f"{len(held)} entries",
-            )
+        self.overwrite = overwrite
+        self._refuse_content()
         self.token = token = secrets.token_hex(8)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             self.beside = _can_move(folder)
-            self.name = f"{_PREFIX}{folder.name}-{token}" if self.beside else f"{_PREFIX}{token}"
+            short = os.fsdecode(os.fsencode(folder.name)[:_NAME_BYTES])
+            self.name = f"{_PREFIX}{short}-{token}" if self.beside else f"{_PREFIX}{token}"
             if self.beside:
                 try:
                     os.mkdir(folder.parent / self.name)
@@ -84,6 +77,20 @@ class Stage:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._clear_leftovers()
+
+    def _refuse_content(self) -> None:
+        held = (
+            [name for name in os.listdir(self.folder) if not name.startswith(_PREFIX)] if self.folder.exists() else []
+        )
+        if held and not self.overwrite:
+            raise SaveError(
+                f"{self.folder} holds {len(held)} files or folders ({', '.join(sorted(held)[:3])}). Save to an empty "
+                "folder, or pass overwrite=True: files of the same names and other weights of the model are replaced, "
+                "everything else stays.",
+                file=str(self.folder),
+                expected="a new or empty folder",
+                got=f"{len(held)} entries",
+            )
 
     def _clear_leftovers(self) -> None:
         """Remove what saves to the same folder have left that were killed: nobody holds a lock on it any more."""
@@ -124,7 +131,11 @@ class Stage:
 
         Args:
             stale: Whether a file of this name in the old folder would be taken for a part of the new checkpoint.
+
+        Raises:
+            SaveError: Something has come into the folder since the save began, and may not be overwritten.
         """
+        self._refuse_content()
         os.unlink(self.path / _OPEN)  # from here on nobody clears it away
         new = sorted(os.listdir(self.path))
         for name in new:
@@ -146,15 +157,19 @@ class Stage:
 
     def _exchange_folders(self, new: list[str], stale: Callable[[str], bool]) -> bool:
         """Exchange the stage and the folder, and bring along what else was in it; False where the system cannot."""
-        if not _exchange(self.path, self.folder):
-            return False
+        old, error = os.stat(self.folder), None
         self._disposable = False
-        others = [name for name in os.listdir(self.path) if name not in new and not stale(name)]
-        error = _move([(self.path / name, self.folder / name) for name in others])
-        self._disposable = error is None or _exchange(self.path, self.folder)
+        try:
+            exchanged = _exchange(self.path, self.folder)
+        except BaseException as raised:  # noqa: BLE001 - Ctrl-C may come right after the exchange
+            exchanged, error = os.path.samestat(os.stat(self.path), old), raised
+        if exchanged and error is None:
+            others = [name for name in os.listdir(self.path) if name not in new and not stale(name)]
+            error = _move([(self.path / name, self.folder / name) for name in others])
+        self._disposable = error is None or not exchanged or _exchange(self.path, self.folder)
         if error is not None:
             raise error
-        return True
+        return exchanged
 
     def _rename_files(self, new: list[str], stale: Callable[[str], bool]) -> None:
         """File by file, see [Note: taking the place]."""
@@ -180,14 +195,15 @@ class Stage:
 
 def _move(moves: list[tuple[Path, Path]]) -> BaseException | None:
     """Rename all, or none and return why. Raises only if what was renamed could not be put back."""
-    done: list[tuple[Path, Path]] = []
+    begun: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:
+            begun.append((source, target))  # first: Ctrl-C may come right after the rename
             os.rename(source, target)
-            done.append((source, target))
     except BaseException as error:  # noqa: BLE001 - raised by the caller
-        for source, target in reversed(done):
-            os.rename(target, source)
+        for source, target in reversed(begun):
+            if os.path.lexists(target) and not os.path.lexists(source):
+                os.rename(target, source)
         return error
     return None
 
@@ -212,9 +228,12 @@ def _authority_first(name: str) -> tuple[bool, bool, str]:
 
 
 def _can_move(folder: Path) -> bool:
-    """Whether the folder is, or would be, a plain directory on its parent's file system."""
+    """Whether the folder is, or would be, a plain directory on its parent's file system, and this process not in it."""
     if not folder.exists():
         return True
+    with suppress(OSError):
+        if os.path.samefile(folder, os.curdir):  # to stay in a directory that has been exchanged is to be nowhere
+            return False
     return not os.path.ismount(folder) and os.stat(folder).st_dev == os.stat(folder.parent).st_dev
 
 

@@ -12,7 +12,7 @@ from metashard.errors import SaveError
 from metashard.policy import SavePolicy
 from metashard.save.report import SaveReport
 from metashard.save.run import SaveRun
-from metashard.save.twin import ADAPTERS, Twin, check_real, put_back_shards
+from metashard.save.twin import ADAPTERS, Twin, check_real
 from metashard.weight_files import STEMS, is_weights
 
 
@@ -63,8 +63,9 @@ def save_component(
         with run.phase("resolve"):
             if lora not in ADAPTERS:
                 raise SaveError(f"lora={lora!r}: expected one of {', '.join(ADAPTERS)}.", phase="resolve")
+            if variant is not None and Path(variant).name != variant:
+                raise SaveError(f"variant={variant!r}: expected a part of a file name, such as fp16.", phase="resolve")
             check_real(module)
-            put_back_shards(module)
             twin = Twin(module, dtype=dtype, lora=lora)
         run.agreement.same(list(twin.facts()), what="the tensors that they hold", phase="agree")
         root: Any = twin.root

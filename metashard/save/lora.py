@@ -15,7 +15,7 @@ from metashard.layout import named_slots
 from metashard.policy import SavePolicy
 from metashard.save.report import SaveReport
 from metashard.save.run import SaveRun
-from metashard.save.twin import base_model, check_real, plain_class, put_back_shards
+from metashard.save.twin import base_model, check_real, plain_class
 
 FORMATS = ("diffusers", "peft")
 _PEFT_PREFIX = "base_model.model."
@@ -61,7 +61,6 @@ def save_lora(
                 raise SaveError(f"format={format!r}: expected one of {', '.join(FORMATS)}.", phase="resolve")
             name = _choose(module, adapter)
             check_real(module)
-            put_back_shards(module)
         held = [(slot, tensor) for slot, tensor in named_slots(module, attributes=False) if slot.persistent]
         facts = [(slot.fqn, slot.shape, slot.dtype, slot.trait) for slot, _ in held]
         run.agreement.same(facts, what="the tensors that they hold", phase="agree")

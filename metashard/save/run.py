@@ -33,6 +33,7 @@ from metashard.save.share import Share, share_of
 from metashard.save.travel import Lane, Receiver, Sender
 from metashard.save.twin import Twin
 from metashard.save.write import Files, Piece, Writer, check_accounts, pieces_of
+from metashard.shard import put_back_shards
 from metashard.watched import run_watched
 
 
@@ -54,6 +55,7 @@ class SaveRun:
     agreement: Agreement = field(init=False)
 
     def __post_init__(self) -> None:
+        put_back_shards(self.module)
         tensors = [tensor for _, tensor in named_slots(self.module, attributes=False)]
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
         if dist.is_initialized():

@@ -209,10 +209,3 @@ def check_real(module: nn.Module) -> None:
             expected="no tensor on the meta device",
             got=f"{len(lacking)}",
         )
-
-
-def put_back_shards(module: nn.Module) -> None:
-    """Free what FSDP has gathered for a forward: the root's group stays gathered after one without a backward."""
-    for sub in module.modules():
-        if isinstance(sub, FSDPModule):
-            sub.reshard()

@@ -178,7 +178,7 @@ class Writer:
         entry = piece.share.entry
         runs = piece.share.runs(piece.start, piece.stop)
         if piece.flat.dtype == entry.dtype and piece.flat.device.type == "cpu":
-            self.files.write(entry, runs, as_bytes(piece.flat))
+            self.files.write(entry, runs, as_bytes(piece.flat.contiguous()))  # a plain buffer may have gaps
             return
         if number not in self._staging:
             pin = piece.flat.device.type != "cpu"
