@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from metashard.errors import MetaShardError
 from metashard.load import load_component
+from metashard.plot import check_drawable
 from metashard.policy import STRATEGIES, TRANSPORTS, LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, Mismatch
 from metashard.verify import digest_shards
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (load, verify, plan):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
+    load.add_argument("--plot", metavar="FILE", help="also draw phases and memory into FILE (.png, .svg, ...)")
     args = parser.parse_args(argv)
     if args.command == "verify" and args.against:
         return _verify_against(args)
@@ -91,6 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(args: argparse.Namespace) -> int:
+    # Before the load, which may take minutes; on rank 0 alone, whose machine it is that draws.
+    if args.plot is not None and os.environ.get("RANK", "0") == "0":
+        try:
+            check_drawable(args.plot)
+        except (ImportError, ValueError, OSError) as error:
+            print(f"metashard: --plot: {error}", file=sys.stderr)
+            return 2
     with process_group() as device_type:
         try:
             _, report, digests = _load_and_digest(args, device_type)
@@ -100,6 +109,8 @@ def _load(args: argparse.Namespace) -> int:
             print(report.to_json() if args.json else report)
             for rank, digest in enumerate(digests):
                 print(f"  digest of rank {rank}: {digest}", file=sys.stderr if args.json else sys.stdout)
+            if args.plot is not None:
+                report.plot(args.plot)
     return 0
 
 
