@@ -34,6 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0; 1 if a check of `verify` failed, 2 if a load failed (on every rank).
     """
+    args = make_parser().parse_args(argv)
+    if args.command == "verify" and args.against:
+        return _verify_against(args)
+    if args.command == "verify" and args.lora:
+        return _verify_lora(args)
+    return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(prog="metashard", description="Load model components straight into FSDP2 shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     load = commands.add_parser(
@@ -84,12 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
     load.add_argument("--plot", metavar="FILE", help="also draw phases and memory into FILE (.png, .svg, ...)")
-    args = parser.parse_args(argv)
-    if args.command == "verify" and args.against:
-        return _verify_against(args)
-    if args.command == "verify" and args.lora:
-        return _verify_lora(args)
-    return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
+    return parser
 
 
 def _load(args: argparse.Namespace) -> int:
