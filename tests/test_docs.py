@@ -173,7 +173,7 @@ def test_what_is_not_run_is_counted() -> None:
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs_on_two_ranks(page: str, ranks2: Ranks, desk: Path) -> None:
     mine = [block for block in ALL if block.page == page and block.kind == "python" and not block.not_run]
-    ranks2.run(run_page, page, [(str(block), block.text) for block in mine], desk)
+    ranks2.run(run_page, page, [(str(block), block.text) for block in mine], desk, timeout=240.0)
 
 
 def test_a_block_that_fails_is_named(ranks2: Ranks, desk: Path) -> None:

@@ -117,7 +117,7 @@ def test_every_name_has_a_docstring() -> None:
 
 
 def test_importing_adds_little_to_torch() -> None:
-    """Modules rather than seconds, which a busy machine would blur: 0.3 s above torch is the limit that they stand for."""
+    """Modules rather than seconds, which a busy machine blurs: they stand for the limit of 0.3 s above torch."""
     script = (
         "import sys, torch, torch.distributed.fsdp; before = set(sys.modules); import metashard; "
         "print(*sorted(set(sys.modules) - before))"
