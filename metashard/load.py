@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,14 +31,13 @@ from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, RankReport
 from metashard.run import Run
 from metashard.shard import (
-    allocate,
     asked_to_ignore,
     average_replicated_grads,
     choose_groups,
-    release,
     replicated_names,
     shard_module,
 )
+from metashard.shards import allocate, release, resident_bytes
 from metashard.shell import build_shell
 from metashard.strategy import build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
@@ -372,25 +372,17 @@ def _progress(run: Run, module: nn.Module) -> Iterator[Callable[[int], None]]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=_resident(module), unit="B", unit_scale=True, unit_divisor=1024, desc="shards of rank 0") as bar:
+    with tqdm(
+        total=resident_bytes(module), unit="B", unit_scale=True, unit_divisor=1024, desc="shards of rank 0"
+    ) as bar:
         yield bar.update
 
 
-def _resident(module: nn.Module) -> int:
-    from metashard.fill.bytes import flat_local
-
-    unique = {slot.tie: tensor for slot, tensor in named_slots(module, attributes=False)}
-    return sum(flat_local(tensor).nbytes for tensor in unique.values())
-
-
 def _report(run: Run, module: nn.Module, supply: Supply, verified: Comparison | None) -> LoadReport:
-    mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(_resident(module)), run.recorder.phases)
+    mine: tuple[RankReport, dict[str, float]] = (run.recorder.finish(resident_bytes(module)), run.recorder.phases)
     gathered = run.agreement.gather(mine)
-    counts: dict[str, int] = {}
-    for slot, _ in named_slots(module, attributes=False):
-        if slot.tie == slot.fqn:
-            name = str(slot.dtype).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + 1
+    slots = [slot for slot, _ in named_slots(module, attributes=False) if slot.tie == slot.fqn]
+    counts = Counter(str(slot.dtype).removeprefix("torch.") for slot in slots)
     names = list(gathered[0][1])
     told = (supply.mapping.missing, supply.mapping.unexpected, tuple(run.recorder.spans))
     missing, unexpected, spans = run.agreement.from_leader(told)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from metashard.errors import LoadError
 from metashard.fill.bytes import as_bytes, flat_local
 from metashard.layout import Slot, named_slots
-from metashard.shard import local_box
+from metashard.shards import local_box
 
 _HASH_BYTES = 32 << 20
 

@@ -256,6 +256,7 @@ def test_what_a_library_would_write_is_told(library: str, tmp_path: Path) -> Non
 
     model = AutoencoderTiny() if library == "diffusers" else tiny_bert()
     original = safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
+    shown = transformers.utils.logging.is_progress_bar_enabled()
     told: list[tuple[int, str, dict[str, str]]] = []
     with _compat.recorded_save_file(lambda tensors, name, metadata: told.append((len(tensors), name, dict(metadata)))):
         model.save_pretrained(tmp_path)
@@ -263,7 +264,7 @@ def test_what_a_library_would_write_is_told(library: str, tmp_path: Path) -> Non
     assert told[0][1].startswith(str(tmp_path))
     assert not list(tmp_path.glob("*.safetensors"))
     assert (safetensors.torch.save_file, transformers.modeling_utils.safe_save_file) == original
-    assert transformers.utils.logging.is_progress_bar_enabled()
+    assert transformers.utils.logging.is_progress_bar_enabled() is shown
 
 
 def test_transformers_s_loader_notes_what_a_save_reverts(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from metashard.checkpoint import Entry
 from metashard.errors import SaveError
 from metashard.save import commit, run, save_component
 from metashard.save.write import Account, check_accounts
-from metashard.shard import release
+from metashard.shards import release
 
 from . import zoo
 from .parity import cpu_mesh, load_case

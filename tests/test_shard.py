@@ -21,7 +21,8 @@ import metashard
 from metashard.errors import ShardError
 from metashard.layout import named_slots
 from metashard.policy import ShardPolicy
-from metashard.shard import find_blocks, local_box, sharding_of
+from metashard.shard import find_blocks
+from metashard.shards import local_box, sharding_of
 
 from . import zoo
 from .parity import cpu_mesh, differences, full, reference, storage_faults

@@ -19,7 +19,7 @@ from metashard.fill.ledger import Ledger
 from metashard.plan import Box, Sharding, whole
 from metashard.policy import LoadPolicy
 from metashard.report import Recorder
-from metashard.shard import local_box, sharding_of
+from metashard.shards import local_box, sharding_of
 from metashard.watched import run_watched
 
 
