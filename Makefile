@@ -5,13 +5,15 @@
 #     make test [ARGS='-k plan -x']                         the tests
 #     make bench [OUT=DIR]                                  all benchmarks in small form: reports and charts in .bench
 #     make examples                                         the training examples, a few steps on 2 CPU ranks
+#     make docs                                             the pages of docs/, in docs/_build; a warning is an error
+#     make dist                                             sdist and wheel in dist/, checked in an environment of their own
 #     make lint | make fix                                  ruff and mypy: check, or repair what can be repaired
 #     make clean                                            remove caches, the demo's checkpoint and .bench (keeps .venv)
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
-CODE := metashard tests tools benchmarks examples
+CODE := metashard tests tools benchmarks examples docs
 
 MODEL ?=
 COMPONENT ?= transformer
@@ -20,7 +22,7 @@ ARGS ?=
 OUT ?= .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench examples lint fix clean env
+.PHONY: help demo test bench examples docs dist lint fix clean env
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -71,6 +73,17 @@ examples: $(STAMP)
 	$(BIN)/python examples/train_ray.py --smoke
 	$(BIN)/python examples/train_dreambooth_lora.py --smoke
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+# The wheel is installed where nothing else is but its dependencies, and has to do what the demo does. torch is most of
+# the time that takes; CI builds and installs once.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python tools/check_dist.py dist
+
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
@@ -81,5 +94,5 @@ fix: $(STAMP)
 	$(BIN)/ruff format $(CODE)
 
 clean:
-	rm -rf .demo .bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .demo .bench docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

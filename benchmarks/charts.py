@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 
 from phases import Stretch, seconds_by_phase
 
+from metashard import plot
+from metashard.plot import GRID, INK, figure, style
+
 BEFORE, AFTER, PEER = "#8c959f", "#0969da", "#bf8700"
-INK, GRID = "#24292f", "#d0d7de"  # on white, which reads well on a dark page too
 SHADES = ("#ddf4ff", "#fff8c5", "#dafbe1", "#fbe0ff", "#ffdcd7", "#dde1e6", "#ffd8b5", "#b6dcff", "#b7e4c7", "#e6ddc4")
 LINES = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#57606a", "#0a3069")
-DPI = 110
 
 Curve = Sequence[tuple[float, float]]
 
@@ -65,10 +65,7 @@ class Timeline:
 
 def can_draw() -> bool:
     """Whether PNGs can be drawn; says in one line that they are not."""
-    try:
-        found = importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # an entry of sys.modules that is None
-        found = False
+    found = plot.can_draw()
     if not found:
         print("no PNG is drawn: matplotlib is not installed (pip install 'metashard[bench]')", flush=True)
     return found
@@ -82,9 +79,9 @@ def ratio(before: float, after: float) -> str:
 def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
     """A grid of panels of horizontal bars, each with its value and how many times less than the first it is."""
     tall = max(len(panel.values) for row in rows for panel in row)
-    figure = _figure(4.6 * len(rows[0]), (0.9 + 0.34 * tall) * len(rows) + 0.6)
-    figure.suptitle(title, fontsize=11, color=INK)
-    grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+    canvas = figure(4.6 * len(rows[0]), (0.9 + 0.34 * tall) * len(rows) + 0.6)
+    canvas.suptitle(title, fontsize=11, color=INK)
+    grid = canvas.subplots(len(rows), len(rows[0]), squeeze=False)
     for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
         names, values = list(panel.values), list(panel.values.values())
         colours = [BEFORE if i == 0 else PEER if name in panel.peers else AFTER for i, name in enumerate(names)]
@@ -102,10 +99,9 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
             less = f"  ({ratio(values[0], value)} less)" if at and value < 0.95 * values[0] else ""
             look = dict(xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
             axes.annotate(f"{value:.3g}{less}", (end, at), **look)
-        _style(axes, panel.title)
+        style(axes, panel.title)
         axes.set_xlabel(panel.unit, fontsize=8, color=INK)
         axes.grid(axis="x", color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
     kinds = {"before": BEFORE, "metashard": AFTER}
     if any(name in panel.peers for row in rows for panel in row for name in list(panel.values)[1:]):
         kinds["other public flows"] = PEER
@@ -114,15 +110,15 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
     patches = [Patch(color=colour, label=name) for name, colour in kinds.items()]
     beyond = {panel.beyond_title for row in rows for panel in row if panel.beyond}
     patches += [Patch(color=BEFORE, alpha=0.3, label=f"paler: {title}") for title in sorted(beyond)]
-    figure.legend(handles=patches, ncols=4, fontsize=8, labelcolor=INK, loc="outside lower center", frameon=False)
-    _save(figure, path)
+    canvas.legend(handles=patches, ncols=4, fontsize=8, labelcolor=INK, loc="outside lower center", frameon=False)
+    _save(canvas, path)
 
 
 def draw_timelines(path: Path, title: str, rows: Sequence[Sequence[Timeline]]) -> None:
     """A grid of panels, a line a rank, phases shaded; panels of a row share their axes, so they can be compared."""
-    figure = _figure(5.2 * len(rows[0]), 2.8 * len(rows) + 1.2)
-    figure.suptitle(title, fontsize=11, color=INK)
-    grid = figure.subplots(len(rows), len(rows[0]), squeeze=False, sharex="row", sharey="row")
+    canvas = figure(5.2 * len(rows[0]), 2.8 * len(rows) + 1.2)
+    canvas.suptitle(title, fontsize=11, color=INK)
+    grid = canvas.subplots(len(rows), len(rows[0]), squeeze=False, sharex="row", sharey="row")
     shades = _shades([panel for row in rows for panel in row])
     keys: dict[str, Any] = {}
     for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
@@ -137,7 +133,7 @@ def draw_timelines(path: Path, title: str, rows: Sequence[Sequence[Timeline]]) -
                 (keys[f"rank {rank} with mapped files"],) = axes.plot(*_gigabytes(panel.mapped[rank]), **look)
         if panel.resident:
             keys["held at the end"] = axes.axhline(panel.resident / 1e9, color=INK, linewidth=0.9, linestyle="--")
-        _style(axes, panel.title)
+        style(axes, panel.title)
         axes.set_xlabel("seconds", fontsize=8, color=INK)
         axes.grid(axis="y", color=GRID, linewidth=0.6)
     for row in grid:
@@ -146,8 +142,8 @@ def draw_timelines(path: Path, title: str, rows: Sequence[Sequence[Timeline]]) -
         row[0].set_xlim(left=0)
     keys = dict(sorted(keys.items(), key=lambda item: item[0] in shades))  # lines first
     look = dict(fontsize=7, labelcolor=INK, loc="outside lower center", frameon=False)
-    figure.legend(keys.values(), keys.keys(), ncols=4 * len(rows[0]), **look)
-    _save(figure, path)
+    canvas.legend(keys.values(), keys.keys(), ncols=4 * len(rows[0]), **look)
+    _save(canvas, path)
 
 
 def _gigabytes(curve: Curve) -> tuple[list[float], list[float]]:
@@ -195,12 +191,6 @@ def mermaid_bars(bars: Bars) -> str:
     )
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
-
-
 def _save(figure: Any, path: Path) -> None:
     """In 64 colours, which are enough, at a third of the size."""
     from PIL import Image
@@ -208,11 +198,3 @@ def _save(figure: Any, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=9, color=INK)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(GRID)

@@ -25,7 +25,7 @@ from metashard.save import SaveReport, save_component, save_lora
 from metashard.shell import from_pretrained, init_context
 from metashard.verify import digest_shards
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AdapterError",

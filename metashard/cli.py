@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from metashard.errors import MetaShardError
 from metashard.load import load_component
+from metashard.plot import check_drawable
 from metashard.policy import STRATEGIES, TRANSPORTS, LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, Mismatch
 from metashard.verify import digest_shards
@@ -33,6 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0; 1 if a check of `verify` failed, 2 if a load failed (on every rank).
     """
+    args = make_parser().parse_args(argv)
+    if args.command == "verify" and args.against:
+        return _verify_against(args)
+    if args.command == "verify" and args.lora:
+        return _verify_lora(args)
+    return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(prog="metashard", description="Load model components straight into FSDP2 shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     load = commands.add_parser(
@@ -82,15 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (load, verify, plan):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     load.add_argument("--digest", action="store_true", help="also print the SHA-256 of every rank's shards")
-    args = parser.parse_args(argv)
-    if args.command == "verify" and args.against:
-        return _verify_against(args)
-    if args.command == "verify" and args.lora:
-        return _verify_lora(args)
-    return {"load": _load, "verify": _verify, "plan": _plan}[args.command](args)
+    load.add_argument("--plot", metavar="FILE", help="also draw phases and memory into FILE (.png, .svg, ...)")
+    return parser
 
 
 def _load(args: argparse.Namespace) -> int:
+    # Before the load, which may take minutes; on rank 0 alone, whose machine it is that draws.
+    if args.plot is not None and os.environ.get("RANK", "0") == "0":
+        try:
+            check_drawable(args.plot)
+        except (ImportError, ValueError, OSError) as error:
+            print(f"metashard: --plot: {error}", file=sys.stderr)
+            return 2
     with process_group() as device_type:
         try:
             _, report, digests = _load_and_digest(args, device_type)
@@ -100,6 +114,8 @@ def _load(args: argparse.Namespace) -> int:
             print(report.to_json() if args.json else report)
             for rank, digest in enumerate(digests):
                 print(f"  digest of rank {rank}: {digest}", file=sys.stderr if args.json else sys.stdout)
+            if args.plot is not None:
+                report.plot(args.plot)
     return 0
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,6 +149,23 @@ class LoadReport:
     def to_json(self) -> str:
         """The report as a JSON object."""
         return json.dumps(asdict(self), indent=2)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw rank 0's phases over time, and what every rank held at the end and at its peak.
+
+        Every rank has the same report: call it on one of them.
+
+        Args:
+            path: File to write; its suffix says the format (.png, .svg, .pdf, ...).
+
+        Raises:
+            ImportError: matplotlib is not installed (extra `plot`).
+            ValueError: matplotlib knows no pictures of this suffix.
+            FileNotFoundError: The folder does not exist.
+        """
+        from metashard.plot import draw
+
+        draw(self, path)
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"

@@ -116,6 +116,18 @@ def test_every_name_has_a_docstring() -> None:
     assert [name for name in NAMES if not inspect.getdoc(getattr(metashard, name))] == []
 
 
+def test_importing_adds_little_to_torch() -> None:
+    """Modules rather than seconds, which a busy machine blurs: they stand for the limit of 0.3 s above torch."""
+    script = (
+        "import sys, torch, torch.distributed.fsdp; before = set(sys.modules); import metashard; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    added = done.stdout.split()
+    assert [name for name in added if name.partition(".")[0] not in ("metashard", *sys.stdlib_module_names)] == []
+    assert len(added) < 100, added  # 57 when this was written, in 0.1 s
+
+
 def test_importing_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(done.stdout) == {"heavy": [], "cuda": False, "unused": "auto"}

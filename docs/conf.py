@@ -1,0 +1,51 @@
+"""How the pages are built: `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import metashard
+
+HERE = Path(__file__).parent
+
+project = "metashard"
+author = "metashard"
+copyright = "metashard contributors, Apache-2.0"
+version = release = metashard.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+suppress_warnings: list[str] = []
+
+myst_enable_extensions = ["colon_fence", "substitution"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Memory"]
+default_role = "code"  # docstrings put code between single backquotes, as Markdown does
+
+html_theme = "furo"
+html_title = "metashard"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+
+def chart(name: str, says: str) -> str:
+    """A chart of benchmarks/ where it is in docs/images, and nothing where it is not."""
+    return f"![{says}](images/{name})" if (HERE / "images" / name).exists() else ""
+
+
+myst_substitutions = {
+    "init_latency": chart(
+        "init_latency.png", "Seconds and peak memory until every rank has its shards, before and after"
+    ),
+    "peak_memory": chart("peak_memory.png", "Memory of every rank over the time of a load, before and after"),
+}
