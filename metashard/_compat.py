@@ -48,6 +48,7 @@ __all__ = [
     "ignored_by",
     "library_from_pretrained",
     "named_by_members",
+    "note_fsdp_for_transformers",
     "patient_groups",
     "recorded_save_file",
     "set_group_policy",
@@ -205,6 +206,18 @@ def diffusers_fixed_keys(module: nn.Module, entries: Mapping[str, Any]) -> dict[
     fixed = dict(entries)
     module._fix_state_dict_keys_on_load(fixed)  # type: ignore[operator]
     return fixed
+
+
+def note_fsdp_for_transformers(module: nn.Module) -> None:
+    """Let `generate` go on until all ranks are done: every step gathers parameters from all of them.
+
+    transformers looks for FSDP2 by this mark, which only its own loader sets (`apply_fully_sharded_data_parallelism`).
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None:
+        for part in module.modules():
+            if isinstance(part, library.PreTrainedModel):
+                part._is_fsdp_managed_module = True
 
 
 def transformers_from_config(cls: type, config: Any, *, dtype: torch.dtype | None, **kwargs: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from metashard.component import Component, resolve_component
 from metashard.errors import ComponentError, LayoutError
 from metashard.fill.target import Job
 from metashard.hook import prepared
-from metashard.hub import fetch
+from metashard.hub import fetch, find_commit
 from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
 from metashard.mapping import apply_dtypes, entries_by_identity
@@ -38,7 +38,7 @@ from metashard.shard import (
     shard_module,
 )
 from metashard.shards import allocate, release, resident_bytes
-from metashard.shell import build_shell
+from metashard.shell import build_shell, generation_config, take_generation_config
 from metashard.strategy import build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
 from metashard.verify_files import Originals, compare_load
@@ -105,6 +105,8 @@ def load_component(
                 module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
             else:
                 module.register_to_config(_name_or_path=str(found.folder))  # type: ignore[operator]
+        if found.library == "transformers":
+            take_generation_config(module, run.on_leader("build", lambda: generation_config(module, found)))
         mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
         strategy, reason, crew = choose_strategy(run, found, headers, mapping, folder, lora)
         if run.load.verify == "full":
@@ -203,6 +205,7 @@ def _resolve(
     is_folder = run.on_leader("resolve", lambda: Path(checkpoint).exists())
     root = Path(checkpoint)
     if not is_folder:
+        commit = run.on_leader("resolve", lambda: find_commit(checkpoint, component, revision=revision))
         first = run.agreement.node_leader()
         for downloads in (True, False):  # one download a node, the others find it in the cache
             with run.phase("resolve"):
@@ -211,7 +214,7 @@ def _resolve(
                         checkpoint,
                         component,
                         variant=variant,
-                        revision=revision,
+                        revision=commit,
                         local_files_only=not downloads,
                         allow_pickle=pickles,
                     )

@@ -199,6 +199,9 @@ def replicated_names(slots: Iterable[Slot], asked: set[str]) -> set[str]:
     return {slot.fqn for slot in parameters if slot.tie in ties}
 
 
+_FORWARD_METHODS = ("encode", "decode", "get_text_features", "get_image_features", "get_audio_features")
+
+
 def shard_module(
     module: nn.Module, blocks: list[str], mesh: DeviceMesh, policy: ShardPolicy, ignored: set[str]
 ) -> None:
@@ -225,10 +228,12 @@ def shard_module(
         fully_shard(module.get_submodule(name), **kwargs)
         if in_fp32:
             _compat.set_group_policy(module.get_submodule(name), in_fp32, _fp32(mp_policy))
-    # Autoencoders are called through these as well as through forward; without it they would see sharded parameters.
-    for method in ("encode", "decode"):
+    # Autoencoders and CLIP-like encoders are called through these, too; they would see sharded parameters without it.
+    for method in _FORWARD_METHODS:
         if callable(getattr(module, method, None)):
             register_fsdp_forward_method(module, method)
+    if mesh.size() == dist.get_world_size():  # `generate` would wait for ranks that are not in the mesh
+        _compat.note_fsdp_for_transformers(module)
 
 
 def pinned_names(module: nn.Module, param_dtype: torch.dtype | None) -> set[str]:

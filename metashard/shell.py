@@ -15,8 +15,9 @@ whole checkpoint even if the parameters are on meta, so for the time of `init_co
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,15 +25,18 @@ import torch.distributed as dist
 from torch import nn
 
 from metashard import _compat
+from metashard.component import Component
 from metashard.errors import ComponentError
+from metashard.files import check_inside, read_json
 from metashard.layout import named_slots, take_real
+from metashard.weight_files import GENERATION_CONFIG
 
 # What `from_pretrained` takes besides the config's own keywords; a shell has no use for them.
 _WEIGHT_KWARGS = (
     "ignore_mismatched_sizes", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict", "variant",
     "use_safetensors", "disable_mmap", "use_flashpack", "flashpack_kwargs", "parallel_config", "weights_only",
     "key_mapping", "adapter_kwargs", "adapter_name", "trust_remote_code", "tqdm_class", "_from_pipeline", "_from_auto",
-    "offload_buffers", "_commit_hash", "generation_config", "allow_all_kernels", "use_kernels", "kernel_config",
+    "offload_buffers", "_commit_hash", "allow_all_kernels", "use_kernels", "kernel_config",
     "mirror", "_fast_init", "from_tf", "from_flax", "resume_download", "use_auth_token", "code_revision",
 )  # fmt: skip
 _HUB_KWARGS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
@@ -154,6 +158,34 @@ def build_shell(cls: type[Any], config: dict[str, Any], *, library: str, dtype: 
     return module.eval()
 
 
+def generation_config(module: nn.Module, found: Component) -> Any:
+    """What `from_pretrained` takes from generation_config.json, or, without one, from config.json.
+
+    Returns:
+        A `transformers.GenerationConfig`; None for a model that does not generate. Bytes read: that one file.
+
+    Raises:
+        ComponentError: The file is no JSON object.
+        CheckpointError: The file is a link that leads out of the folder.
+    """
+    if not module.can_generate():  # type: ignore[operator]
+        return None
+    from transformers import GenerationConfig
+
+    path = found.folder / GENERATION_CONFIG
+    if not os.path.lexists(path):
+        return GenerationConfig.from_model_config(copy.deepcopy(found.config))
+    check_inside(path, root=found.folder)
+    read_json(path, what="generation config", phase="build", error=ComponentError)
+    return GenerationConfig.from_pretrained(str(found.folder), local_files_only=True)
+
+
+def take_generation_config(module: nn.Module, settings: Any) -> None:
+    """Give a module the result of `generation_config`."""
+    if settings is not None:
+        module.generation_config = settings
+
+
 def retie(module: nn.Module) -> None:
     """Tie again what `init_empty_weights` has untied: it makes a new parameter of every one that is registered."""
     if hasattr(module, "tie_weights") and hasattr(module, "all_tied_weights_keys"):
@@ -204,9 +236,10 @@ def _diffusers_shell(cls: Any, checkpoint: Any, **kwargs: Any) -> Any:
 
 def _transformers_shell(cls: Any, checkpoint: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     """`PreTrainedModel.from_pretrained` without its second half."""
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
     _refuse(kwargs, cls)
+    generation = kwargs.pop("generation_config", None)
     dtype = kwargs.pop("torch_dtype", None)
     dtype = kwargs.pop("dtype", None) or dtype
     with_info = kwargs.pop("output_loading_info", False)
@@ -216,8 +249,8 @@ def _transformers_shell(cls: Any, checkpoint: Any, *args: Any, config: Any = Non
     if isinstance(config, PreTrainedConfig):
         config = copy.deepcopy(config)
     else:
-        checkpoint = config if config is not None else checkpoint
-        config, kwargs = cls.config_class.from_pretrained(checkpoint, return_unused_kwargs=True, **hub, **kwargs)
+        source = config if config is not None else checkpoint
+        config, kwargs = cls.config_class.from_pretrained(source, return_unused_kwargs=True, **hub, **kwargs)
     if getattr(config, "quantization_config", None) is not None:
         _refuse({"quantization_config": True}, cls)
     config.name_or_path = str(checkpoint)
@@ -225,4 +258,9 @@ def _transformers_shell(cls: Any, checkpoint: Any, *args: Any, config: Any = Non
         dtype = config.dtype
     module = _compat.transformers_from_config(cls, config, dtype=dtype, **kwargs)
     module.eval()
+    if cls.can_generate():
+        if generation is None:
+            with suppress(OSError):  # no generation_config.json: the one from the model's config stays
+                generation = GenerationConfig.from_pretrained(checkpoint, **hub)
+        take_generation_config(module, generation)
     return (module, {}) if with_info else module

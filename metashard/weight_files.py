@@ -16,6 +16,7 @@ from metashard.errors import CheckpointError
 from metashard.files import check_file_name, file_error, read_json, resolve_error, short, shown_names
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"  # of transformers models that generate
 # library -> (stem of safetensors files, stem of pickles)
 STEMS = {
     "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),

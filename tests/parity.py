@@ -48,7 +48,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(loaded: nn.Module, expected: nn.Module) -> list[str]:
-    """What is not as the reference has it, as text; empty if all is equal.
+    """What is not as the reference has it, as text; empty if all is equal. Of transformers, more than tensors.
 
     A shard is compared with its part of the reference, cut by torch and not by us: no rank waits for another here.
     """
@@ -72,6 +72,10 @@ def differences(loaded: nn.Module, expected: nn.Module) -> list[str]:
             a, b = as_bytes(value.contiguous()), as_bytes(tensor.detach().contiguous())
             if not torch.equal(a, b):
                 found.append(f"{name}: bytes differ")
+    for name in ("generation_config", "tp_plan"):
+        got_of, want_of = (getattr(module, name, None) for module in (loaded, expected))
+        if got_of != want_of:
+            found.append(f"{name}: {got_of}, expected {want_of}")
     return found
 
 

@@ -272,3 +272,14 @@ def test_transformers_s_loader_notes_what_a_save_reverts(tmp_path: Path) -> None
     model = tiny_bert()
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path)._weight_conversions == []
+
+
+def test_transformers_looks_for_fsdp_by_the_mark() -> None:
+    import transformers
+    from transformers.distributed.fsdp import is_fsdp_managed_module
+
+    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
+    wrapped = nn.ModuleList([transformers.BertModel(config)])
+    assert not is_fsdp_managed_module(wrapped[0])
+    _compat.note_fsdp_for_transformers(wrapped)
+    assert is_fsdp_managed_module(wrapped[0])

@@ -12,17 +12,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from metashard.checkpoint import read_checkpoint
 from metashard.component import Component, resolve_component
 from metashard.errors import CheckpointError, ComponentError
-from metashard.hub import fetch
 
 D = "diffusion_pytorch_model"
 VAE = {"_class_name": "AutoencoderKL", "block_out_channels": [8], "norm_num_groups": 2}
@@ -74,14 +71,17 @@ def model(folder: Path, config: dict[str, Any], *files: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Path:
-    root = tmp_path / "pipeline"
+def pipeline_folder(root: Path) -> Path:
     write(root / "model_index.json", PIPELINE)
     model(root / "transformer", VAE, f"{D}.safetensors")
     model(root / "text_encoder", BERT, "model.safetensors")
     write(root / "scheduler" / "scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler"})
     return root
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    return pipeline_folder(tmp_path / "pipeline")
 
 
 class TestWhichComponent:
@@ -544,145 +544,6 @@ def hub_cache(cache: Path, source: Path, repo: str = "org/name", only: str = "*"
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(os.path.relpath(blob, link.parent))
     return home / "snapshots" / SHA
-
-
-class TestHub:
-    @pytest.fixture
-    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        import huggingface_hub.constants
-
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        return tmp_path / "hub"
-
-    def test_a_local_folder_is_returned_unchanged(self, pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert fetch(pipeline, "transformer") == pipeline
-        assert fetch(str(pipeline), None) == pipeline
-        monkeypatch.chdir(pipeline.parent.parent)
-        relative = f"{pipeline.parent.name}/{pipeline.name}"  # it looks like a hub id, but it exists
-        assert fetch(relative, "transformer") == Path(relative)
-
-    @pytest.mark.parametrize("local_files_only", [True, False])
-    def test_offline_from_the_local_cache(self, pipeline: Path, cache: Path, local_files_only: bool) -> None:
-        snapshot = hub_cache(cache, pipeline)
-        folder = fetch("org/name", "transformer", local_files_only=local_files_only)
-        assert folder == snapshot
-        found = resolve_component(folder, "transformer")
-        assert set(read_checkpoint(found.folder, found.files, found.weight_map).entries) == {"w"}
-        # a part of the snapshot given as a folder of its own
-        assert resolve_component(folder / "transformer").files == found.files
-        assert fetch("org/name", "transformer", revision=SHA, local_files_only=local_files_only) == snapshot
-
-    @pytest.mark.parametrize("local_files_only", [True, False])
-    def test_offline_and_not_in_the_cache(self, cache: Path, local_files_only: bool) -> None:
-        with pytest.raises(ComponentError, match="in the local hub cache") as caught:
-            fetch("org/name", "transformer", local_files_only=local_files_only)
-        assert type(caught.value.__cause__).__name__ == "LocalEntryNotFoundError"
-        assert caught.value.phase == "resolve"
-
-    @pytest.mark.parametrize("local_files_only", [True, False])
-    def test_offline_with_this_component_only(self, pipeline: Path, cache: Path, local_files_only: bool) -> None:
-        """The cache knows all files of the commit and has one component's: enough for that one, an error for others."""
-        files = [path.relative_to(pipeline).as_posix() for path in pipeline.rglob("*") if path.is_file()]
-        for name in ("model_index.json", "transformer/*", "text_encoder/config.json"):
-            snapshot = hub_cache(cache, pipeline, only=name)
-        tree = {name: {"size": (pipeline / name).stat().st_size, "blob_id": "0" * 40} for name in files}
-        write(snapshot.parent.parent / "trees" / f"{SHA}.json", {"format_version": 1, "files": tree})
-        assert fetch("org/name", "transformer", local_files_only=local_files_only) == snapshot
-        with pytest.raises(ComponentError, match="in part only"):
-            fetch("org/name", "text_encoder", local_files_only=local_files_only)
-
-    @pytest.mark.parametrize("name", ["./org/name", "/org/name", "name", "a/b/c", "../name", "org/na me", "", "org/"])
-    def test_a_folder_that_is_not_there_is_no_hub_id(self, tmp_path: Path, name: str, monkeypatch: Any) -> None:
-        monkeypatch.chdir(tmp_path)
-        if name:
-            with pytest.raises(ComponentError, match="does not exist"):
-                fetch(name, None)
-        with pytest.raises(ComponentError, match="does not exist"):
-            fetch(Path("org/name"), None)
-
-    @pytest.mark.parametrize(
-        ("component", "variant", "extra", "expected"),
-        [
-            ("transformer", None, [], {f"transformer/{D}.safetensors"}),
-            ("transformer", "fp16", [], {f"transformer/{D}.fp16.safetensors"}),
-            ("text_encoder", None, [], {"text_encoder/model.safetensors"}),
-            (
-                "vae",
-                None,
-                [f"{D}{S1}.safetensors", f"{D}{S2}.safetensors", f"{D}.safetensors.index.json"],
-                {f"vae/{D}{S1}.safetensors", f"vae/{D}.safetensors.index.json"},
-            ),
-        ],
-    )
-    def test_only_this_components_files_are_downloaded(
-        self, pipeline: Path, cache: Path, monkeypatch: Any, component: str, variant: Any, extra: Any, expected: Any
-    ) -> None:
-        model(pipeline / "transformer", VAE, f"{D}.safetensors", f"{D}.fp16.safetensors", f"{D}.bin")
-        write(pipeline / "model_index.json", {**PIPELINE, "vae": ["diffusers", "AutoencoderKL"]})
-        model(pipeline / "vae", VAE, *extra)
-        hub = fake_hub(pipeline, cache, monkeypatch)
-        folder = fetch("org/name", component, variant=variant, revision="main")
-        got = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert got == {"model_index.json", f"{component}/config.json", *expected}
-        assert set(hub) == {"main", SHA}  # one commit for all but the first call
-        assert resolve_component(folder, component, variant=variant).files
-
-    @pytest.mark.parametrize("allow_pickle", [False, True])
-    def test_pickles_are_downloaded_on_the_callers_word_only(
-        self, tmp_path: Path, cache: Path, monkeypatch: Any, allow_pickle: bool
-    ) -> None:
-        fake_hub(model(tmp_path / "source", BERT, "pytorch_model.bin"), cache, monkeypatch)
-        if allow_pickle:
-            folder = fetch("org/name", None, allow_pickle=True)
-            assert resolve_component(folder, allow_pickle=True).files == ("pytorch_model.bin",)
-        else:
-            with pytest.raises(ComponentError, match="pickles only"):
-                fetch("org/name", None)
-        assert len(list(cache.rglob("snapshots/*/*.bin"))) == allow_pickle
-
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("GatedRepoError", "gated: accept its conditions"),
-            ("RepositoryNotFoundError", "neither a local folder nor a repository"),
-            ("RevisionNotFoundError", "has no revision 'v9'"),
-            ("HfHubHTTPError", "cannot be fetched from the hub: HfHubHTTPError: no"),
-        ],
-    )
-    def test_the_hubs_errors_are_told_and_chained(self, monkeypatch: Any, name: str, message: str) -> None:
-        import huggingface_hub.errors
-
-        cls = getattr(huggingface_hub.errors, name)
-        original = cls.__new__(cls, "no")
-        monkeypatch.setattr(cls, "__str__", lambda _: "no")
-
-        def refuse(*_: Any, **__: Any) -> str:
-            raise original
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-        with pytest.raises(ComponentError, match=message) as caught:
-            fetch("org/name", None, revision="v9")
-        assert caught.value.__cause__ is original
-
-
-def fake_hub(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands in for the hub's client: what is asked for travels from `source` to the cache. Returns revisions asked."""
-    asked: list[str] = []
-
-    def snapshot_download(repo: str, *, revision: str | None = None, allow_patterns: Any, **_: Any) -> str:
-        asked.append(revision or "main")
-        for pattern in allow_patterns:
-            hub_cache(cache, source, repo, pattern)
-        return str(cache / f"models--{repo.replace('/', '--')}" / "snapshots" / SHA)
-
-    def get_cached_repo_tree(repo: str, *, revision: str) -> Any:
-        files = (path for path in source.rglob("*") if path.is_file())
-        return [SimpleNamespace(path=path.relative_to(source).as_posix()) for path in files]
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", get_cached_repo_tree)
-    return asked
 
 
 def test_resolving_imports_no_library(pipeline: Path) -> None:

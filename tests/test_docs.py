@@ -49,8 +49,13 @@ WAN = dict(
 FENCE = re.compile(
     r"^(?P<not_run><!-- not run: (?P<why>.*) -->\n)?^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S
 )
-NOT_RUN: list[str] = []  # page and reason of every block that is not run
-OWN_SCRIPTS = {"train.py"}  # a reader's
+NOT_RUN: list[str] = [  # page and reason of every block that is not run
+    "save-and-resume.md: a script of its own; tests/test_resume.py makes the same calls",
+    "save-and-resume.md: a part of the script above",
+    "transformers.md: the same calls are in tests/test_encoders.py",
+    "transformers.md: transformers' own way",
+]
+OWN_SCRIPTS = {"run.py", "train.py"}  # a reader's
 UNDER_ACCELERATE = ("trainer.md", "README.md")
 
 

@@ -171,3 +171,107 @@ _add(
     dict(_T5, pad_token_id=0, decoder_start_token_id=0),
     lambda r: dict(input_ids=r.ids(53, 2, 7), decoder_input_ids=r.ids(53, 2, 5)),
 )
+
+# --- the others that diffusers' pipelines name
+
+_WITHOUT_TIE = dict(_LM, tie_word_embeddings=False)
+_ROPE = dict(rope_type="default", mrope_section=[2, 1, 1], rope_theta=10000.0)
+_MROPE = dict(_ROPE, mrope_section=[1, 1, 0])  # of heads of 4
+_IDS = dict(image_token_id=59, video_token_id=58, vision_start_token_id=57, vision_end_token_id=56)
+
+
+def _nested(cls_name, config_name, inputs, suffix="", **config):
+    """A model of several parts, each with a config of its own."""
+
+    def construct():
+        return getattr(transformers, cls_name)(getattr(transformers, config_name)(**config))
+
+    add(cls_name, construct, inputs, library="transformers", suffix=suffix)
+
+
+_add("LlamaModel", "LlamaConfig", _WITHOUT_TIE, _tokens(53))
+_add("MistralModel", "MistralConfig", dict(_WITHOUT_TIE, head_dim=8), _tokens(53))
+_add("GemmaModel", "GemmaConfig", dict(_LM, head_dim=8), _tokens(53))
+_add("Qwen3Model", "Qwen3Config", dict(_WITHOUT_TIE, head_dim=8), _tokens(53))
+_add("GlmModel", "GlmConfig", dict(_WITHOUT_TIE, head_dim=8), _tokens(53))
+_add("GPT2Model", "GPT2Config", dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=3), _tokens(53))
+_add("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", dict(_WITHOUT_TIE, rope_parameters=_MROPE), _tokens(53))
+
+_GEMMA_TEXT = dict(_LM, vocab_size=60, head_dim=8, sliding_window=4)
+_T5GEMMA = dict(_LM, head_dim=8, sliding_window=4)
+_nested(
+    "T5GemmaEncoderModel",
+    "T5GemmaConfig",
+    _tokens(53),
+    encoder=_T5GEMMA,
+    decoder=_T5GEMMA,
+    is_encoder_decoder=False,
+    vocab_size=53,
+)
+_nested(
+    "Gemma3ForConditionalGeneration",
+    "Gemma3Config",
+    lambda r: dict(
+        input_ids=torch.tensor([[3, 59, 59, 59, 59, 4, 5]]),
+        token_type_ids=torch.tensor([[0, 1, 1, 1, 1, 0, 0]]),
+        pixel_values=r(1, 3, 8, 8),
+        attention_mask=r.ones(1, 7),
+    ),
+    text_config=_GEMMA_TEXT,
+    vision_config=dict(_VISION, vision_use_head=False),
+    image_token_index=59,
+    boi_token_index=58,
+    eoi_token_index=57,
+    mm_tokens_per_image=4,
+)
+_QWEN_VISION = dict(depth=3, num_heads=3, patch_size=4, spatial_merge_size=2, temporal_patch_size=2, hidden_size=24)
+
+
+_nested(
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2VLConfig",
+    _qwen2_5_vl_inputs,
+    text_config=dict(_WITHOUT_TIE, vocab_size=60, rope_parameters=_MROPE),
+    vision_config=dict(_QWEN_VISION, hidden_size=24, embed_dim=24, mlp_ratio=2),
+    **_IDS,
+)
+for _name in ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"):
+    _nested(
+        _name,
+        "Qwen3VLConfig",
+        _qwen2_5_vl_inputs,
+        text_config=dict(_WITHOUT_TIE, vocab_size=60, head_dim=8, rope_parameters=_ROPE),
+        vision_config=dict(
+            _QWEN_VISION,
+            intermediate_size=34,
+            out_hidden_size=24,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[1],
+        ),
+        **_IDS,
+    )
+
+_add(
+    "Siglip2VisionModel",
+    "Siglip2VisionConfig",
+    dict(_VISION, num_patches=4),
+    lambda r: dict(
+        pixel_values=r(2, 4, 48), pixel_attention_mask=r.ones(2, 4), spatial_shapes=torch.tensor([[2, 2], [2, 2]])
+    ),
+)
+_nested(
+    "SiglipModel",
+    "SiglipConfig",
+    lambda r: dict(input_ids=r.ids(53, 2, 7), pixel_values=r(2, 3, 8, 8)),
+    text_config=dict(_VISION, vocab_size=53, max_position_embeddings=9, projection_size=18),
+    vision_config=_VISION,
+)
+_nested(
+    "CLIPModel",
+    "CLIPConfig",
+    lambda r: dict(input_ids=r.ids(53, 2, 7), pixel_values=r(2, 3, 8, 8)),
+    text_config=dict(_VISION, vocab_size=53, max_position_embeddings=9, bos_token_id=0, eos_token_id=1, pad_token_id=1),
+    vision_config=_VISION,
+    projection_dim=14,
+)
+_add("Dinov2Model", "Dinov2Config", _VISION, lambda r: dict(pixel_values=r(2, 3, 8, 8)))
