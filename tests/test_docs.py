@@ -47,13 +47,13 @@ WAN = dict(
     num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64
 )
 FENCE = re.compile(
-    r"^(?P<not_run><!-- not run: (?P<why>.*) -->\n)?^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S
+    r"^(?P<not_run><!-- not run: (?P<why>[^\n]*) -->\n)?^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S
 )
 NOT_RUN: list[str] = [  # page and reason of every block that is not run
-    "save-and-resume.md: a script of its own; tests/test_resume.py makes the same calls",
-    "save-and-resume.md: a part of the script above",
-    "transformers.md: the same calls are in tests/test_encoders.py",
-    "transformers.md: transformers' own way",
+    "docs/save-and-resume.md: a script of its own; tests/test_resume.py makes the same calls",
+    "docs/save-and-resume.md: a part of the script above",
+    "docs/transformers.md: the same calls are in tests/test_encoders.py",
+    "docs/transformers.md: transformers' own way",
 ]
 OWN_SCRIPTS = {"run.py", "train.py"}  # a reader's
 UNDER_ACCELERATE = ("trainer.md", "README.md")
