@@ -14,6 +14,7 @@ no process group.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import pickle
 import socket
@@ -48,6 +49,9 @@ class Control:
 # By (default group, ranks, timeout): made once, as process groups are never freed before the end.
 _controls: dict[tuple[int, tuple[int, ...], float], Control] = {}
 _made: Counter[tuple[tuple[int, ...], float]] = Counter()
+# Gloo's threads let go of the tensors of the last collective a moment after it is done, for which they need the
+# interpreter; at its end they would take the process down. Groups that go before it wait for their threads.
+atexit.register(_controls.clear)
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

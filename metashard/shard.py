@@ -15,6 +15,7 @@ trainable or frozen. They get groups of their own too, whose policy computes in 
 
 from __future__ import annotations
 
+import atexit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -303,6 +304,7 @@ def _placement_by_dtype(
 # By the process groups that the mesh talks over, not by the mesh: callers make meshes, and sub-meshes, as they go. The
 # values keep what the keys name alive, so that no other group gets its id.
 _own_meshes: dict[tuple[Any, ...], tuple[Any, list[dist.ProcessGroup], DeviceMesh]] = {}
+atexit.register(_own_meshes.clear)  # as the control groups of `metashard.agree`
 
 
 def _own_mesh(mesh: DeviceMesh, group: tuple[bool, int]) -> DeviceMesh:
