@@ -28,7 +28,8 @@ from metashard.fill.bytes import as_bytes
 from metashard.fill.target import Job
 from metashard.layout import agree_on_layout
 from metashard.run import Run
-from metashard.shards import allocate, shard_module
+from metashard.shard import shard_module
+from metashard.shards import allocate
 from metashard.strategy import crew_of
 
 Held = dict[str, torch.Tensor]
