@@ -56,7 +56,8 @@ def from_hub(work: Path, node: Path, reference: Path) -> dict[str, Any]:
         if not local_files_only:
             with open(node / "downloads", "a") as log:
                 log.write(f"{dist.get_rank()}\n")
-            shutil.copytree(work / "hub", cache, symlinks=True, dirs_exist_ok=True)
+            if not cache.exists():
+                shutil.copytree(work / "hub", cache, symlinks=True)
         return original(*args, local_files_only=True, cache_dir=cache, **kwargs)
 
     huggingface_hub.snapshot_download = download
