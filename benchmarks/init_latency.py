@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ from comparison import (  # noqa: E402  found by the line above
     show,
     verdict,
 )
-from preflight import command_line  # noqa: E402
+from preflight import as_script, command_line  # noqa: E402
 from runs import RunResult  # noqa: E402
 
 FLOWS = ("direct", "stream/scatter", "stream/broadcast", "rank0/scatter", "rank0/broadcast")
@@ -123,9 +122,4 @@ def digests_by_flow(results: Sequence[RunResult]) -> dict[str, dict[str, list[st
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary checkpoints are removed
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    as_script(main)

@@ -24,7 +24,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
-from preflight import EVICTED, UsageError  # noqa: E402  found by the line above
+from preflight import EVICTED, UsageError, as_script  # noqa: E402  found by the line above
 from setting import (  # noqa: E402
     DTYPES,
     add_subject_arguments,
@@ -340,9 +339,4 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary checkpoints are removed
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    as_script(main)

@@ -24,7 +24,6 @@ import contextlib
 import csv
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 from charts import Timeline, can_draw, draw_timelines  # noqa: E402  found by the line above
 from comparison import PROMISES, Setup, add_arguments, compare_shards, run_all, set_up, show, verdict  # noqa: E402
 from phases import Stretch, seconds_by_phase  # noqa: E402
-from preflight import command_line  # noqa: E402
+from preflight import as_script, command_line  # noqa: E402
 
 FLOWS = ("direct",)
 COLUMNS = ("flow", "rank", "seconds", "host_bytes", "resident_bytes", "device_bytes", "phase")
@@ -168,9 +167,4 @@ def draw(path: Path, setup: Setup, runs: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary checkpoints are removed
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    as_script(main)

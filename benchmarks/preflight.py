@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -225,6 +225,16 @@ def on_all_ranks(check: Callable[[], T]) -> T:
             dist.barrier()  # nobody leaves before all are safe from being ended without having said why
         raise UsageError(problem)
     return value  # type: ignore[return-value]
+
+
+def as_script(main: Callable[[], int]) -> NoReturn:
+    """Runs a script's `main` and leaves with its exit code; temporary files go where it is interrupted, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
 
 
 def command_line(name: str, run: Callable[[], int]) -> int:

@@ -25,7 +25,6 @@ import filecmp
 import json
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -45,7 +44,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
 from harness import fork_server  # noqa: E402  found by the line above
 from memory import Memory  # noqa: E402
-from preflight import UsageError, check_disk, check_memory, check_weights, command_line, positive  # noqa: E402
+from preflight import (  # noqa: E402
+    UsageError,
+    as_script,
+    check_disk,
+    check_memory,
+    check_weights,
+    command_line,
+    positive,
+)
 from setting import (  # noqa: E402
     DTYPES,
     add_subject_arguments,
@@ -312,9 +319,4 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary checkpoints are removed
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    as_script(main)
