@@ -19,8 +19,31 @@ from metashard.shard import check_mesh, mesh_device
 FIRST_TIMEOUT = 600.0  # seconds for all ranks to arrive at the load
 
 
+class Steps:
+    """The steps of a load or a save: each is timed, and its end agreed on.
+
+    Attributes:
+        agreement: The ranks that take part.
+        recorder: This rank's figures.
+    """
+
+    agreement: Agreement
+    recorder: Recorder
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body and agree on how it went."""
+        with self.recorder.phase(name), self.agreement.phase(name):
+            yield
+
+    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value made on rank 0, or its failure, on every rank."""
+        with self.recorder.phase(name):
+            return self.agreement.on_leader(name, make)
+
+
 @dataclass
-class Run:
+class Run(Steps):
     """One load on the ranks of a mesh; making it waits for all of them and compares their policies.
 
     Args:
@@ -49,14 +72,3 @@ class Run:
     def one_host(self) -> bool:
         """Whether all ranks are on one host, as its name tells."""
         return len(set(self.hosts)) == 1
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body and agree on how it went."""
-        with self.recorder.phase(name), self.agreement.phase(name):
-            yield
-
-    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
-        """A value made on rank 0, or its failure, on every rank."""
-        with self.recorder.phase(name):
-            return self.agreement.on_leader(name, make)

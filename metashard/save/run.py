@@ -24,7 +24,7 @@ from metashard.fill.target import Target, target
 from metashard.layout import named_slots
 from metashard.policy import SavePolicy
 from metashard.report import Recorder
-from metashard.run import FIRST_TIMEOUT
+from metashard.run import FIRST_TIMEOUT, Steps
 from metashard.save.commit import Stage, sees, stage_path
 from metashard.save.layout import Layout, draw_up
 from metashard.save.made import Recipe, converting, merging, write_made
@@ -38,7 +38,7 @@ from metashard.watched import run_watched
 
 
 @dataclass
-class SaveRun:
+class SaveRun(Steps):
     """One save, and what its steps share.
 
     Args:
@@ -78,17 +78,6 @@ class SaveRun:
         """Around all steps: errors are told to the other ranks, memory is sampled."""
         with self.agreement.told(), self.recorder:
             yield
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body and agree on how it went."""
-        with self.recorder.phase(name), self.agreement.phase(name):
-            yield
-
-    def on_leader(self, name: str, make: Callable[[], Any]) -> Any:
-        """A value made on rank 0, or its failure, on every rank."""
-        with self.recorder.phase(name):
-            return self.agreement.on_leader(name, make)
 
     @property
     def me(self) -> int:
