@@ -53,6 +53,20 @@ _SD3 = dict(
     qk_norm="rms_norm",
 )
 _SD3_ABSENT = ("text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3", "vae")
+_WAN = dict(
+    patch_size=(1, 2, 2),
+    attention_head_dim=128,
+    in_channels=16,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+    eps=1e-6,
+    image_dim=None,
+    added_kv_proj_dim=None,
+    rope_max_seq_len=1024,
+)
 
 FAMILIES = {
     "sd3.5-medium": Family(
@@ -107,23 +121,7 @@ FAMILIES = {
     "wan2.2-a14b": Family(
         pipeline="WanPipeline",
         cls="WanTransformer3DModel",
-        config=dict(
-            patch_size=(1, 2, 2),
-            num_attention_heads=40,
-            attention_head_dim=128,
-            in_channels=16,
-            out_channels=16,
-            text_dim=4096,
-            freq_dim=256,
-            ffn_dim=13824,
-            num_layers=40,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            eps=1e-6,
-            image_dim=None,
-            added_kv_proj_dim=None,
-            rope_max_seq_len=1024,
-        ),
+        config=dict(_WAN, num_attention_heads=40, ffn_dim=13824, num_layers=40),
         text_encoder="UMT5EncoderModel",
         components=("transformer", "transformer_2"),
         absent=("tokenizer", "vae"),
@@ -134,23 +132,7 @@ FAMILIES = {
     "wan2.1-t2v-1.3b": Family(
         pipeline="WanPipeline",
         cls="WanTransformer3DModel",
-        config=dict(
-            patch_size=(1, 2, 2),
-            num_attention_heads=12,
-            attention_head_dim=128,
-            in_channels=16,
-            out_channels=16,
-            text_dim=4096,
-            freq_dim=256,
-            ffn_dim=8960,
-            num_layers=30,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            eps=1e-6,
-            image_dim=None,
-            added_kv_proj_dim=None,
-            rope_max_seq_len=1024,
-        ),
+        config=dict(_WAN, num_attention_heads=12, ffn_dim=8960, num_layers=30),
         text_encoder="UMT5EncoderModel",
         absent=("tokenizer", "vae"),
         scheduler="UniPCMultistepScheduler",
