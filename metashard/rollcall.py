@@ -26,9 +26,9 @@ from metashard.errors import LoadError, MetaShardError
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks at the processes of this host
-_FIRST_LOOK = 0.02  # most calls are over by then
-_LONGEST_NAP = 0.05  # seconds between two looks at the store, or less while all ranks together
-_LOOKS = 1000  # look no more often than so many times a second
+_FIRST_LOOK = 0.02  # seconds until the first of them: most calls are over by then
+_LONGEST_NAP = 0.05  # seconds between two looks at the store; shorter where few ranks ask it:
+_LOOKS = 1000  # what all ranks together may ask of it in a second
 _GRACE = 5.0  # seconds that the others have to report their own failures once one has; more than to leave a collective
 _SAY_AFTER = 30.0  # seconds of waiting until the log says who is waited for; then at twice that, and so on
 

@@ -89,14 +89,9 @@ def local_box(tensor: torch.Tensor) -> Box:
         return whole(tensor.shape)
     box = sharding.box(tensor.shape, mesh.shape, mesh.get_coordinate() or ())
     held = tuple(tensor.to_local().shape)  # type: ignore[attr-defined]
-    if box.numel != held_numel(held):
+    if box.numel != torch.Size(held).numel():
         raise ShardError(f"FSDP holds {held} of {tuple(tensor.shape)}, the plan says {box.shape}.", phase="plan")
     return box
-
-
-def held_numel(shape: tuple[int, ...]) -> int:
-    """Number of elements of a shape."""
-    return torch.Size(shape).numel()
 
 
 def resident_bytes(module: nn.Module) -> int:
