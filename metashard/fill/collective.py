@@ -21,8 +21,8 @@ from metashard.fill.bytes import as_bytes, as_dtype
 from metashard.fill.target import Job, Target
 from metashard.plan import Bucket, Piece, fill_buckets
 
-_STATUS_BYTES = 16
-_OK, _FAILED = 0, 1
+STATUS_BYTES = 16
+OK, FAILED = 0, 1
 
 Runs = Iterable[tuple[int, int, int]]  # (element of the full tensor, element of `out`, count)
 
@@ -72,7 +72,7 @@ def prepare_exchange(targets: Sequence[Target], job: Job, crew: Sequence[int], *
         sizes = [(torch.Size(t.shape).numel(), t.dtype.itemsize) for t in targets]
     buckets = fill_buckets(sizes, bucket_bytes)
     sends, others = crew[0] == dist.get_rank(), len(crew) - 1
-    slot = max((bucket.nbytes for bucket in buckets), default=0) + _STATUS_BYTES
+    slot = max((bucket.nbytes for bucket in buckets), default=0) + STATUS_BYTES
     lanes = (others if scatter else min(1, others)) if sends else 1
     turns = [torch.empty(lanes, slot, dtype=torch.uint8, device=job.device) for _ in range(1 + job.policy.overlap)]
     return Exchange(targets, job, tuple(crew), buckets, turns, scatter)
@@ -115,16 +115,16 @@ class _Sender:
         for number, bucket in enumerate(buckets):
             turn = number % len(turns)
             self.job.wait(travelling[turn])
-            status = _FAILED if self.stop.is_set() else _OK
+            status = FAILED if self.stop.is_set() else OK
             try:
-                if status == _OK:
+                if status == OK:
                     self._pack(bucket, turns[turn])
                     for item in {piece.item for piece in bucket.pieces if last[piece.item] == number}:
                         self.source.done(self.targets[item])
             except Exception as error:  # noqa: BLE001 - returned when the others know
-                self.error, status = error, _FAILED
-            travelling[turn] = self._send(turns[turn][:, : bucket.nbytes + _STATUS_BYTES], status)
-            if status != _OK:
+                self.error, status = error, FAILED
+            travelling[turn] = self._send(turns[turn][:, : bucket.nbytes + STATUS_BYTES], status)
+            if status != OK:
                 break
         self.job.wait(chain.from_iterable(travelling))
         return self.error
@@ -162,7 +162,7 @@ class _Sender:
 
     def _send(self, rows: torch.Tensor, status: int) -> list[dist.Work]:
         group = self.job.shard_group
-        rows[:, -_STATUS_BYTES:] = status
+        rows[:, -STATUS_BYTES:] = status
         if not self.scatter and self.all:
             broadcasts = [dist.broadcast(row, src=dist.get_rank(), group=group, async_op=True) for row in rows]
             return [work for work in broadcasts if work is not None]
@@ -183,7 +183,7 @@ class _Receiver:
             row = turns[number % len(turns)]
             if coming is not None:
                 self.job.wait([coming])
-            if int(row[bucket.nbytes]) != _OK:
+            if int(row[bucket.nbytes]) != OK:
                 break  # the sender tells why at the end of the phase
             ahead = number + 1 < len(buckets) and len(turns) > 1
             if ahead:
@@ -199,7 +199,7 @@ class _Receiver:
         return self.error
 
     def _receive(self, row: torch.Tensor, bucket: Bucket) -> dist.Work | None:
-        row = row[: bucket.nbytes + _STATUS_BYTES]
+        row = row[: bucket.nbytes + STATUS_BYTES]
         group = self.job.shard_group
         if self.scatter or not self.all:
             return dist.irecv(row, src=self.src, group=group)
@@ -237,7 +237,7 @@ def _keep(bucket: Bucket, targets: Sequence[Target], row: torch.Tensor) -> Itera
 
 def scratch_for(job: Job) -> torch.Tensor:
     """A bucket for `broadcast_in_place`, to be had before anyone waits for it. Pages that are not used cost nothing."""
-    return torch.empty(job.policy.staging_bytes + _STATUS_BYTES, dtype=torch.uint8, device=job.device)
+    return torch.empty(job.policy.staging_bytes + STATUS_BYTES, dtype=torch.uint8, device=job.device)
 
 
 def broadcast_in_place(
@@ -265,7 +265,7 @@ def broadcast_in_place(
     if dist.get_world_size(group) == 1:
         return 0
     sends = dist.get_rank() == src
-    buckets = fill_buckets([(flat.numel(), flat.dtype.itemsize) for flat in flats], scratch.numel() - _STATUS_BYTES)
+    buckets = fill_buckets([(flat.numel(), flat.dtype.itemsize) for flat in flats], scratch.numel() - STATUS_BYTES)
     pending: list[tuple[torch.Tensor, dist.Work | None]] = []
     total = 0
     for bucket in buckets:

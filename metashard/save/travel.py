@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from metashard.fill.bytes import as_bytes, as_dtype
+from metashard.fill.collective import FAILED, OK, STATUS_BYTES
 from metashard.plan import Bucket, fill_buckets
 from metashard.save.share import Share
 from metashard.save.write import Files, lift
-
-_STATUS_BYTES = 16
-_OK, _FAILED = 0, 1
 
 
 class Lane:
@@ -35,11 +33,11 @@ class Lane:
     def __init__(self, src: int, shares: Sequence[Share], staging_bytes: int) -> None:
         self.src, self.shares = src, shares
         sizes = [(share.numel, share.entry.dtype.itemsize) for share in shares]
-        self.buckets = fill_buckets(sizes, max(staging_bytes // 2 - _STATUS_BYTES, 1 << 12))
+        self.buckets = fill_buckets(sizes, max(staging_bytes // 2 - STATUS_BYTES, 1 << 12))
 
     def memory(self) -> list[torch.Tensor]:
         """Two buckets in host memory."""
-        nbytes = max((bucket.nbytes for bucket in self.buckets), default=0) + _STATUS_BYTES
+        nbytes = max((bucket.nbytes for bucket in self.buckets), default=0) + STATUS_BYTES
         return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
 
 
@@ -68,16 +66,16 @@ class Sender:
         for number, bucket in enumerate(self.lane.buckets):
             turn = number % 2
             self._wait(travelling[turn])
-            status = _FAILED if stop.is_set() else _OK
+            status = FAILED if stop.is_set() else OK
             try:
-                if status == _OK:
+                if status == OK:
                     self._pack(bucket, self.turns[turn])
             except Exception as raised:  # noqa: BLE001 - returned when rank 0 knows
-                error, status = raised, _FAILED
-            row = self.turns[turn][: bucket.nbytes + _STATUS_BYTES]
+                error, status = raised, FAILED
+            row = self.turns[turn][: bucket.nbytes + STATUS_BYTES]
             row[bucket.nbytes :] = status
             travelling[turn] = dist.isend(row, dst=self.dst, group=self.group)
-            if status != _OK:
+            if status != OK:
                 break
         for work in travelling:
             self._wait(work)
@@ -120,7 +118,7 @@ class Receiver:
                 row = self.turns[number % 2]
                 if coming is not None:
                     coming.wait(self.timeout)
-                if int(row[bucket.nbytes]) != _OK:
+                if int(row[bucket.nbytes]) != OK:
                     break  # the sender tells why at the end of the phase
                 coming = self._receive(lane, number + 1)
                 if self.error is None:
@@ -134,7 +132,7 @@ class Receiver:
     def _receive(self, lane: Lane, number: int) -> dist.Work | None:
         if number >= len(lane.buckets):
             return None
-        row = self.turns[number % 2][: lane.buckets[number].nbytes + _STATUS_BYTES]
+        row = self.turns[number % 2][: lane.buckets[number].nbytes + STATUS_BYTES]
         return dist.irecv(row, src=lane.src, group=self.group)
 
     def _write(self, lane: Lane, bucket: Bucket, row: torch.Tensor) -> None:
