@@ -21,6 +21,7 @@ from metashard.errors import AdapterError
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of the names in a `PeftModel`, and of the keys in its files
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 # What pipelines put before the keys of each of their components.
 _PREFIXES = ("transformer", "unet", "prior", "text_encoder", "text_encoder_2", "controlnet")
@@ -126,7 +127,7 @@ def _add_diffusers(module: nn.Module, spec: LoraSpec, file: Path, component: str
         ranks = {f"^{key}": value.shape[1] for key, value in state.items() if "lora_B" in key and value.ndim > 1}
         fields = metadata or get_peft_kwargs(ranks, network_alpha_dict=None, peft_state_dict=state)
         module = add_module(module, LoraConfig(**fields), spec.name, style, on_meta=False, keys=list(state))
-        wrapped = {f"base_model.model.{key}": value for key, value in state.items()} if style == "peft" else dict(state)
+        wrapped = {PEFT_PREFIX + key: value for key, value in state.items()} if style == "peft" else dict(state)
         set_peft_model_state_dict(module, wrapped, spec.name)
     _check_keys(module, state, file, spec)
     keys = tuple(state) if style == "inject" else None
@@ -138,9 +139,9 @@ def _check_keys(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Pa
     from peft import get_peft_model_state_dict
 
     wanted = get_peft_model_state_dict(module, adapter_name=spec.name, save_embedding_layers=False)
-    plain = {key.removeprefix("base_model.model.") for key in wanted}
-    given = {key.removeprefix("base_model.model.") for key in weights}
-    base = {name.removeprefix("base_model.model.") for name, _ in module.named_parameters()}
+    plain = {key.removeprefix(PEFT_PREFIX) for key in wanted}
+    given = {key.removeprefix(PEFT_PREFIX) for key in weights}
+    base = {name.removeprefix(PEFT_PREFIX) for name, _ in module.named_parameters()}
     unexpected = sorted(key for key in given - plain if key not in base)  # saved embedding layers are the base's own
     missing = sorted(plain - given)
     if unexpected or missing:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from metashard.adapter_files import PEFT_PREFIX
 from metashard.agree import Agreement, mesh_ranks
 from metashard.fill.bytes import as_bytes, flat_local
 from metashard.layout import named_slots
@@ -146,7 +147,7 @@ def _is(name: str, *marks: str) -> bool:
 
 def _plain(name: str) -> str:
     """A base parameter's name without what peft wraps around it."""
-    wrapped = name.removeprefix("base_model.model.")
+    wrapped = name.removeprefix(PEFT_PREFIX)
     return wrapped.replace(".base_layer.", ".").replace("original_module.", "")
 
 

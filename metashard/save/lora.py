@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from metashard.adapter_files import PEFT_FILE
+from metashard.adapter_files import PEFT_FILE, PEFT_PREFIX
 from metashard.adapters import config_of
 from metashard.errors import SaveError
 from metashard.layout import named_slots
@@ -18,7 +18,6 @@ from metashard.save.run import SaveRun
 from metashard.save.twin import base_model, check_real, plain_class
 
 FORMATS = ("diffusers", "peft")
-_PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(
@@ -70,7 +69,7 @@ def save_lora(
 
             shards = {slot.fqn: tensor for slot, tensor in held}
             state = get_peft_model_state_dict(module, shards, name, save_embedding_layers=False)
-            plain = {key.removeprefix(_PEFT_PREFIX): tensor for key, tensor in state.items()}
+            plain = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in state.items()}
             if format == "peft":
                 _write_peft(module, name, plain, path)
             else:
@@ -120,7 +119,7 @@ def _write_peft(module: nn.Module, name: str, state: dict[str, Any], path: Path)
         cls = plain_class(base)
         auto_mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     config.save_pretrained(str(path), auto_mapping_dict=auto_mapping)
-    weights = {_PEFT_PREFIX + key: tensor for key, tensor in state.items()}
+    weights = {PEFT_PREFIX + key: tensor for key, tensor in state.items()}
     safetensors.save_file(weights, str(path / PEFT_FILE), metadata={"format": "pt"})
 
 
