@@ -2,7 +2,7 @@
 #
 #     make demo                                             a synthetic checkpoint on 2 CPU ranks, every strategy
 #     make demo MODEL=/path COMPONENT=transformer NPROC=8   your own checkpoint, on GPUs where there are any
-#     make test [ARGS='-k plan -x']                         the tests
+#     make test [ARGS='-k plan -x']                         the tests, two files at a time (ARGS='-n 0': one)
 #     make bench [OUT=DIR]                                  all benchmarks in small form: reports and charts in .bench
 #     make examples                                         the training examples, a few steps on 2 CPU ranks
 #     make docs                                             the pages of docs/, in docs/_build; a warning is an error
@@ -46,7 +46,7 @@ demo: $(STAMP)
 
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # One small checkpoint for all of them, kept for the next time.
 BENCH_MODEL := $(OUT)/checkpoint/sd3-small-4

@@ -154,4 +154,4 @@ FLOOR_SETTINGS = [
         (4, 32, True),
     )
 ]
-QUICK_FLOOR_SETTINGS = [Floor(threads=2, huge_pages=True), Floor(threads=4, huge_pages=True)]
+QUICK_FLOOR_SETTINGS = [Floor(threads=2), Floor(threads=4), Floor(threads=4, huge_pages=True)]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import metashard
-
-HERE = Path(__file__).parent
 
 project = "metashard"
 author = "metashard"
@@ -17,7 +13,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 suppress_warnings: list[str] = []
 
-myst_enable_extensions = ["colon_fence", "substitution"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -36,16 +32,3 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sphinx = False
 html_copy_source = False
-
-
-def chart(name: str, says: str) -> str:
-    """A chart of benchmarks/ where it is in docs/images, and nothing where it is not."""
-    return f"![{says}](images/{name})" if (HERE / "images" / name).exists() else ""
-
-
-myst_substitutions = {
-    "init_latency": chart(
-        "init_latency.png", "Seconds and peak memory until every rank has its shards, before and after"
-    ),
-    "peak_memory": chart("peak_memory.png", "Memory of every rank over the time of a load, before and after"),
-}

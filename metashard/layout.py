@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ _OWN = frozenset(vars(nn.Module()))  # what nn.Module itself keeps in an instanc
 _SIMPLE = (str, bytes, int, float, bool, type(None))
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One place in a module that holds a tensor.
+class Slot(NamedTuple):
+    """One place in a module that holds a tensor; a tuple, as thousands are made again after every change of a module.
 
     Args:
         fqn: Fully qualified name; for a plain attribute the path, such as ``pos_embed.pos_freqs`` or
