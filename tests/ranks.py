@@ -312,6 +312,7 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, por
                 break
             connection.send_bytes(_answer_request(request, rank))
             gc.collect()  # models and their groups do not pile up from test to test
+            gc.freeze()  # what is left are modules that were imported: not to be looked through after every test
         # Other ranks may be gone already: no collective farewell. The process ends here, whatever threads are left.
         stack_file.flush()
     os._exit(0)
