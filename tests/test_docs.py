@@ -37,8 +37,8 @@ SD3 = dict(
     out_channels=4,
     attention_head_dim=8,
     num_attention_heads=4,
-    joint_attention_dim=32,
-    pooled_projection_dim=32,
+    joint_attention_dim=64,  # the width of its text encoder
+    pooled_projection_dim=64,
     caption_projection_dim=32,
     pos_embed_max_size=8,
     dual_attention_layers=(0,),
@@ -115,6 +115,10 @@ def given(page: str) -> dict[str, Any]:
     names: dict[str, Any] = dict(mesh=cpu_mesh(), rank=dist.get_rank(), seed=0, config=dict(SD3, num_layers=1))
     names["build_my_model"] = lambda config: SD3Transformer2DModel(**config)
     names["load_my_weights"] = lambda model: None
+    if page.endswith("transformers.md"):
+        sample = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
+        names.update(tokens=dict(input_ids=torch.tensor([[0, 7, 5, 511]])), timestep=torch.tensor([500.0]))
+        names.update(noisy=sample, target=sample)
     if page.endswith(("saving.md", "README.md")):  # a model that has been trained
         from peft import LoraConfig
 
