@@ -182,6 +182,7 @@ PARTS: dict[str, tuple[str, str, Callable[[str], str]]] = {
     "Siglip vision": ("SiglipModel", "SiglipVisionModel", str),
     "T5": ("T5ForConditionalGeneration", "T5EncoderModel", str),
     "Llama": ("LlamaForCausalLM-untied", "LlamaModel", str),
+    "Qwen2.5-VL text": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", str),
 }
 
 
