@@ -26,7 +26,7 @@ from metashard.fill.direct import part_of
 from metashard.fill.reader import READ_BYTES, reads_for
 from metashard.layout import Slot, named_slots
 from metashard.load_plan import GroupPlan, LoadPlan, RankPlan
-from metashard.mapping import apply_library_rules, entries_by_identity
+from metashard.mapping import apply_library_rules, entries_by_identity, library_reads
 from metashard.plan import Sharding
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.shard import asked_to_ignore, choose_groups, group_of, pinned_names, replicated_names
@@ -97,7 +97,8 @@ def plan_load(
     groups = _groups(module, shard, {target.slot.fqn for target in targets if target.dim is None})
     attributes = [_whole(slot, shape[-1]) for slot, _ in named_slots(module) if slot.kind == "attribute" and slot.real]
     total = headers.nbytes if headers is not None else sum((found.folder / name).stat().st_size for name in found.files)
-    figures = {"rank0": _from_memory(targets + attributes, shape, total, load)}
+    taken = total if headers is None else library_reads(mapping, headers, library=found.library)
+    figures = {"rank0": _from_memory(targets + attributes, shape, taken, load)}
     if obstacle is None:
         everything = targets + attributes
         figures = {"direct": _direct(everything, shape, load), "stream": _stream(everything, shape, load), **figures}

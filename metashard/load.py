@@ -114,7 +114,7 @@ def load_component(
             originals: Originals | None = None
             if strategy == "rank0":
                 by_headers = mapping.sources
-                module, mapping = load_on_leader(run, module, found, headers, dtype)
+                module, mapping = load_on_leader(run, module, found, headers, mapping, dtype)
                 entries: dict[int, Entry] = {}
                 if run.load.verify == "full":
                     originals = Originals(module, by_headers)

@@ -83,6 +83,13 @@ def entries_by_identity(module: nn.Module, mapping: Mapping) -> dict[int, Entry]
     }
 
 
+def library_reads(mapping: Mapping, checkpoint: Checkpoint, *, library: str) -> int:
+    """Bytes of the files that `from_pretrained` reads: diffusers all of them, transformers what has a place."""
+    if library == "diffusers" or mapping.reason is not None:
+        return checkpoint.nbytes
+    return sum(entry.nbytes for entry in mapping.sources.values())
+
+
 def missing_error(missing: Iterable[str], component: str, *, phase: str) -> CheckpointError:
     """The error for weights that a checkpoint lacks."""
     names = sorted(missing)

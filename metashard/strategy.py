@@ -16,7 +16,7 @@ from metashard.component import Component
 from metashard.errors import ComponentError, LayoutError
 from metashard.files import resolve_error, short
 from metashard.layout import named_slots, set_tensor
-from metashard.mapping import Mapping, map_entries, missing_error
+from metashard.mapping import Mapping, library_reads, map_entries, missing_error
 from metashard.policy import LoadPolicy
 from metashard.run import Run
 from metashard.shell import own_config
@@ -177,6 +177,7 @@ def load_on_leader(
     shell: nn.Module,
     found: Component,
     headers: Checkpoint | None,
+    mapping: Mapping,
     dtype: torch.dtype | None,
 ) -> tuple[nn.Module, Mapping]:
     """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
@@ -193,7 +194,7 @@ def load_on_leader(
             output_loading_info=True,
         )
     if headers is not None:
-        run.recorder.add(bytes_read=headers.nbytes)
+        run.recorder.add(bytes_read=library_reads(mapping, headers, library=found.library))
     missing = sorted(info.get("missing_keys") or ())
     if missing and run.load.missing == "error":
         raise missing_error(missing, found.name or found.class_name, phase="build")
