@@ -131,6 +131,12 @@ def resolve_component(
         raise resolve_error(f"{folder} {what}. {hint}", file=folder, expected="a folder", got=what)
     place, library, class_name, config = identify(folder, component)
     _refuse_code(config, place / CONFIG)
+    if library == "transformers" and "configuration_files" in config:
+        text = (
+            f"{CONFIG} names other configs, one for each version of transformers (configuration_files), which are not "
+            f"followed. Save the right one as {CONFIG}."
+        )
+        raise resolve_error(text, file=place / CONFIG, key="configuration_files", expected="the config itself")
     names = _listed(place)
     form, index, files = choose_files(names, place, library, config, variant=variant, allow_pickle=allow_pickle)
     weight_map = None

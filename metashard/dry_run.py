@@ -26,12 +26,12 @@ from metashard.fill.direct import part_of
 from metashard.fill.reader import READ_BYTES, reads_for
 from metashard.layout import Slot, named_slots
 from metashard.load_plan import GroupPlan, LoadPlan, RankPlan
-from metashard.mapping import apply_dtypes, entries_by_identity
+from metashard.mapping import apply_library_rules, entries_by_identity, library_reads
 from metashard.plan import Sharding
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.shard import asked_to_ignore, choose_groups, group_of, pinned_names, replicated_names
 from metashard.shell import build_shell
-from metashard.strategy import ASKED_FOR, build_dtype, map_or_refuse
+from metashard.strategy import ASKED_FOR, as_dtype, build_dtype, map_or_refuse
 
 SMALL_READ_BYTES = 1 << 20  # shorter reads cost the storage more than their bytes
 
@@ -81,12 +81,11 @@ def plan_load(
         )
     found = resolve_component(root, component, variant=variant, allow_pickle=load.allow_pickle)
     headers = None if found.format == "pickle" else read_checkpoint(found.folder, found.files, found.weight_map)
-    built_under = build_dtype(found, headers, dtype)
+    built_under = build_dtype(found, headers, as_dtype(dtype))
     with torch.random.fork_rng(devices=[]):
         module = build_shell(found.cls, found.config, library=found.library, dtype=built_under)
         mapping = map_or_refuse(module, found, headers, load)
-        pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
-        apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
+        apply_library_rules(module, mapping, library=found.library, dtype=built_under)
         entries = entries_by_identity(module, mapping)
         obstacle = mapping.reason
         if lora is not None:
@@ -98,7 +97,8 @@ def plan_load(
     groups = _groups(module, shard, {target.slot.fqn for target in targets if target.dim is None})
     attributes = [_whole(slot, shape[-1]) for slot, _ in named_slots(module) if slot.kind == "attribute" and slot.real]
     total = headers.nbytes if headers is not None else sum((found.folder / name).stat().st_size for name in found.files)
-    figures = {"rank0": _from_memory(targets + attributes, shape, total, load)}
+    taken = total if headers is None else library_reads(mapping, headers, library=found.library)
+    figures = {"rank0": _from_memory(targets + attributes, shape, taken, load)}
     if obstacle is None:
         everything = targets + attributes
         figures = {"direct": _direct(everything, shape, load), "stream": _stream(everything, shape, load), **figures}

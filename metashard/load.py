@@ -26,7 +26,7 @@ from metashard.hook import prepared
 from metashard.hub import fetch, find_commit
 from metashard.layout import Slot, agree_on_layout, check_shell, named_slots, take_real
 from metashard.mapping import Mapping as EntryMapping
-from metashard.mapping import apply_dtypes, entries_by_identity
+from metashard.mapping import apply_library_rules, entries_by_identity
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, RankReport
 from metashard.run import Run
@@ -38,8 +38,8 @@ from metashard.shard import (
     shard_module,
 )
 from metashard.shards import allocate, release, resident_bytes
-from metashard.shell import build_shell, generation_config, take_generation_config
-from metashard.strategy import build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
+from metashard.shell import build_shell, generation_config, note_origin, take_generation_config
+from metashard.strategy import as_dtype, build_dtype, check_verifiable, choose_strategy, load_on_leader, map_or_refuse
 from metashard.verify import check_loaded
 from metashard.verify_files import Originals, compare_load
 
@@ -88,7 +88,7 @@ def load_component(
     Raises:
         MetaShardError: One of its subclasses, the same on every rank, naming rank, phase, file and key.
     """
-    dtype = _as_dtype(dtype)
+    dtype = as_dtype(dtype)
     run = Run(mesh, shard, load)
     run.agreement.same((component, dtype, variant, revision), what="arguments", phase="resolve")
     with run.agreement.told(), run.recorder, run.prefetch:
@@ -101,13 +101,12 @@ def load_component(
             cls = found.cls
         with run.phase("build"), torch.random.fork_rng(devices=[]):
             module = build_shell(cls, found.config, library=found.library, dtype=build_dtype(found, headers, dtype))
-            if found.library == "transformers":  # peft notes it down, and `save_pretrained` with it
-                module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
-            else:
-                module.register_to_config(_name_or_path=str(found.folder))  # type: ignore[operator]
+            note_origin(module, found)
         if found.library == "transformers":
             take_generation_config(module, run.on_leader("build", lambda: generation_config(module, found)))
         mapping = run.on_leader("plan", lambda: map_or_refuse(module, found, headers, run.load))
+        if mapping.reason is None:
+            run.prefetch.narrow(mapping.sources.values())
         strategy, reason, crew = choose_strategy(run, found, headers, mapping, folder, lora)
         if run.load.verify == "full":
             check_verifiable(run, headers, mapping, folder)
@@ -115,14 +114,13 @@ def load_component(
             originals: Originals | None = None
             if strategy == "rank0":
                 by_headers = mapping.sources
-                module, mapping = load_on_leader(run, module, found, headers, dtype)
+                module, mapping = load_on_leader(run, module, found, headers, mapping, dtype)
                 entries: dict[int, Entry] = {}
                 if run.load.verify == "full":
                     originals = Originals(module, by_headers)
             else:
                 built_under = build_dtype(found, headers, dtype)
-                pins = getattr(type(module), "_keep_in_fp32_modules", None) or ()
-                apply_dtypes(module, mapping, library=found.library, dtype=built_under, pins=pins)
+                apply_library_rules(module, mapping, library=found.library, dtype=built_under)
                 entries = entries_by_identity(module, mapping)
         held = [tensor for _, tensor in named_slots(module, attributes=False)]  # `entries` goes by their identities
         with run.phase("prepare"):
@@ -241,15 +239,6 @@ def _read_headers(run: Run, found: Component) -> Checkpoint | None:
         return None
     made: Checkpoint = run.on_leader("headers", lambda: read_checkpoint(found.folder, found.files, found.weight_map))
     return made
-
-
-def _as_dtype(dtype: Any) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if found is None and dtype in (None, "auto"):
-        return None
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None.")
-    return found
 
 
 def _sources(module: nn.Module, entries: Mapping[int, Entry], mapping: EntryMapping) -> dict[str, Entry]:

@@ -83,6 +83,13 @@ def entries_by_identity(module: nn.Module, mapping: Mapping) -> dict[int, Entry]
     }
 
 
+def library_reads(mapping: Mapping, checkpoint: Checkpoint, *, library: str) -> int:
+    """Bytes of the files that `from_pretrained` reads: diffusers all of them, transformers what has a place."""
+    if library == "diffusers" or mapping.reason is not None:
+        return checkpoint.nbytes
+    return sum(entry.nbytes for entry in mapping.sources.values())
+
+
 def missing_error(missing: Iterable[str], component: str, *, phase: str) -> CheckpointError:
     """The error for weights that a checkpoint lacks."""
     names = sorted(missing)
@@ -116,17 +123,16 @@ def _transformers_names(
     return renamed, None
 
 
-def apply_dtypes(
-    module: nn.Module, mapping: Mapping, *, library: str, dtype: torch.dtype | None, pins: Iterable[str]
-) -> None:
-    """Give a shell the dtypes that `from_pretrained(dtype=dtype)` gives the real module.
+def apply_library_rules(module: nn.Module, mapping: Mapping, *, library: str, dtype: torch.dtype | None) -> None:
+    """Give a shell the dtypes and `requires_grad` that `from_pretrained(dtype=dtype)` gives the real module.
 
     diffusers casts every tensor that is floating on disk, persistent buffers too, to `dtype`, or to fp32 where a part
     of the name is among the class's pins; without `dtype` all keep the module's own. transformers keeps the module's
-    own dtypes (built under `dtype`), but for its two pin rules. (Sources: diffusers `load_model_dict_into_meta`,
-    transformers `convert_and_load_state_dict_in_model`.)
+    own dtypes (built under `dtype`), but for its two pin rules, and trains every floating parameter that it has loaded,
+    also one that the class has frozen (Voxtral's positions). (Sources: diffusers `load_model_dict_into_meta`,
+    transformers `convert_and_load_state_dict_in_model` and `set_param_for_module`.)
     """
-    pins = tuple(pins)
+    pins = tuple(getattr(type(module), "_keep_in_fp32_modules", None) or ())
     planned = (
         _compat.transformers_dtype_plan(module, dtype) if library == "transformers" and dtype else lambda fqn: None
     )
@@ -142,3 +148,6 @@ def apply_dtypes(
         return torch.float32 if any(pin in slot.fqn.split(".") for pin in pins) else dtype
 
     retype(named_slots(module, attributes=False), wanted)
+    for slot, tensor in named_slots(module, attributes=False) if library == "transformers" else ():
+        if slot.kind == "parameter" and slot.tie in mapping.sources:
+            tensor.requires_grad_(tensor.is_floating_point())

@@ -27,9 +27,9 @@ from torch import nn
 from metashard import _compat
 from metashard.component import Component
 from metashard.errors import ComponentError
-from metashard.files import check_inside, read_json
+from metashard.files import check_inside, read_json, short
 from metashard.layout import named_slots, take_real
-from metashard.weight_files import GENERATION_CONFIG
+from metashard.weight_files import CONFIG, GENERATION_CONFIG
 
 # What `from_pretrained` takes besides the config's own keywords; a shell has no use for them.
 _WEIGHT_KWARGS = (
@@ -158,6 +158,14 @@ def build_shell(cls: type[Any], config: dict[str, Any], *, library: str, dtype: 
     return module.eval()
 
 
+def note_origin(module: nn.Module, found: Component) -> None:
+    """Write into a shell's config where it comes from: peft notes it down, and `save_pretrained` with it."""
+    if found.library == "transformers":
+        module.name_or_path = module.config.name_or_path = str(found.folder)  # type: ignore[union-attr,assignment]
+    else:
+        module.register_to_config(_name_or_path=str(found.folder))  # type: ignore[operator]
+
+
 def generation_config(module: nn.Module, found: Component) -> Any:
     """What `from_pretrained` takes from generation_config.json, or, without one, from config.json.
 
@@ -202,8 +210,33 @@ def _from_config(cls: type[Any], config: dict[str, Any], *, library: str, dtype:
         with _compat.default_dtype(dtype):
             return cls.from_config(dict(config))
     # Not a plain dict any more after this: the config class resolves nested configs.
-    parsed = cls.config_class.from_dict(dict(config))
+    parsed = cls.config_class.from_dict(dict(own_config(cls, config)))
     return _compat.transformers_from_config(cls, parsed, dtype=dtype)
+
+
+def own_config(cls: type[Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a transformers config that is about `cls`: a CLIPTextModel may lie in the folder of a whole CLIP.
+
+    As `PreTrainedConfig.from_pretrained` finds it, which reads a file and so is of no use to ranks that do not see it.
+
+    Raises:
+        ComponentError: The part is there, but is no JSON object.
+    """
+    kind = cls.config_class
+    key = getattr(kind, "base_config_key", "")
+    config = config.get(key, config) if key else config
+    if not isinstance(config, dict):
+        raise ComponentError(
+            f"{CONFIG} has {key} = {short(config)}, where {cls.__name__} looks for its own part. Fetch the file again.",
+            phase="build",
+            key=key,
+            expected="a JSON object",
+            got=short(config),
+        )
+    if config.get("model_type", kind.model_type) != kind.model_type:
+        parts = [part for part in config.values() if isinstance(part, dict)]
+        config = next((part for part in reversed(parts) if part.get("model_type") == kind.model_type), config)
+    return config
 
 
 def _refuse(kwargs: dict[str, Any], cls: type[Any]) -> None:

@@ -16,27 +16,42 @@ from metashard.component import Component
 from metashard.errors import ComponentError, LayoutError
 from metashard.files import resolve_error, short
 from metashard.layout import named_slots, set_tensor
-from metashard.mapping import Mapping, map_entries, missing_error
+from metashard.mapping import Mapping, library_reads, map_entries, missing_error
 from metashard.policy import LoadPolicy
 from metashard.run import Run
+from metashard.shell import own_config
 from metashard.weight_files import CONFIG
 
 ASKED_FOR = "asked for"  # the reason where a caller names the strategy
 
 
+def as_dtype(dtype: Any) -> torch.dtype | None:
+    """A caller's `dtype`, by its name too; None, and transformers' "auto", leave it to the library."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None.")
+    return found
+
+
 def build_dtype(found: Component, headers: Checkpoint | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that the library builds under; transformers' "auto" is the config's, else the first float weight's."""
+    """The dtype that the library builds under.
+
+    transformers' "auto" is the config's, else that of the first float weight in the first file.
+    """
     if found.library != "transformers" or dtype is not None:
         return dtype
-    named = found.config.get("dtype") or found.config.get("torch_dtype")
+    config = own_config(found.cls, found.config)
+    named = config.get("dtype") or config.get("torch_dtype")
     if named is not None:
         made = getattr(torch, str(named).removeprefix("torch."), None)
         if not isinstance(made, torch.dtype):
             text = f"config.json says dtype {short(named)}, which torch does not have"
             raise resolve_error(text, file=found.folder / CONFIG, expected="such as bfloat16", got=short(named))
         return made
-    floating = (e.dtype for e in (headers.entries.values() if headers else ()) if e.dtype.is_floating_point)
-    return next(floating, None)
+    first = [e.dtype for e in (headers.entries.values() if headers else ()) if e.file == found.files[0]]
+    return next((kind for kind in first if kind.is_floating_point and kind.itemsize > 1), None)
 
 
 def map_or_refuse(module: nn.Module, found: Component, headers: Checkpoint | None, load: LoadPolicy) -> Mapping:
@@ -162,6 +177,7 @@ def load_on_leader(
     shell: nn.Module,
     found: Component,
     headers: Checkpoint | None,
+    mapping: Mapping,
     dtype: torch.dtype | None,
 ) -> tuple[nn.Module, Mapping]:
     """Strategy `rank0`: the library's own `from_pretrained` on rank 0; the shell elsewhere."""
@@ -178,7 +194,7 @@ def load_on_leader(
             output_loading_info=True,
         )
     if headers is not None:
-        run.recorder.add(bytes_read=headers.nbytes)
+        run.recorder.add(bytes_read=library_reads(mapping, headers, library=found.library))
     missing = sorted(info.get("missing_keys") or ())
     if missing and run.load.missing == "error":
         raise missing_error(missing, found.name or found.class_name, phase="build")

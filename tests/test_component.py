@@ -234,6 +234,15 @@ class TestWhichComponent:
         with pytest.raises(ComponentError, match=message):
             resolve_component(tmp_path)
 
+    def test_a_config_for_each_version_is_not_followed_in_silence(self, tmp_path: Path) -> None:
+        """transformers would take the other file; diffusers knows no such key."""
+        files = {"configuration_files": ["config.4.0.0.json"]}
+        model(tmp_path / "bert", {**BERT, **files}, "model.safetensors")
+        with pytest.raises(ComponentError, match=r"configuration_files.* Save the right one as config\.json"):
+            resolve_component(tmp_path / "bert")
+        model(tmp_path / "vae", {"_class_name": "AutoencoderKL", **files}, "diffusion_pytorch_model.safetensors")
+        assert resolve_component(tmp_path / "vae").class_name == "AutoencoderKL"
+
     def test_a_file_or_nothing_in_place_of_a_folder(self, tmp_path: Path) -> None:
         weights(tmp_path / "flux.safetensors")
         with pytest.raises(ComponentError, match="is a file"):

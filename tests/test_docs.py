@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import metashard
 from metashard.cli import make_parser
@@ -37,11 +38,19 @@ SD3 = dict(
     out_channels=4,
     attention_head_dim=8,
     num_attention_heads=4,
-    joint_attention_dim=32,
-    pooled_projection_dim=32,
+    joint_attention_dim=64,  # the width of its text encoder
+    pooled_projection_dim=64,
     caption_projection_dim=32,
     pos_embed_max_size=8,
     dual_attention_layers=(0,),
+)
+LANGUAGE_MODEL = dict(
+    vocab_size=54,
+    hidden_size=32,
+    intermediate_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 WAN = dict(
     num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64
@@ -52,8 +61,6 @@ FENCE = re.compile(
 NOT_RUN: list[str] = [  # page and reason of every block that is not run
     "docs/save-and-resume.md: a script of its own; tests/test_resume.py makes the same calls",
     "docs/save-and-resume.md: a part of the script above",
-    "docs/transformers.md: the same calls are in tests/test_encoders.py",
-    "docs/transformers.md: transformers' own way",
 ]
 OWN_SCRIPTS = {"run.py", "train.py"}  # a reader's
 UNDER_ACCELERATE = ("trainer.md", "README.md")
@@ -90,10 +97,11 @@ def of_kind(kind: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small pipelines with random weights, and an adapter."""
+    """Small pipelines with random weights, an adapter, and a language model."""
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint.write_pipeline(folder / "sd3", "sd3-small", layers=2, config=SD3, lora_rank=4)
     make_checkpoint.write_pipeline(folder / "wan", "wan2.2-a14b", layers=1, config=WAN)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LANGUAGE_MODEL)).save_pretrained(folder / "language-model")
     return folder
 
 
@@ -103,7 +111,8 @@ def desk(models: Path, tmp_path: Path) -> Path:
     (tmp_path / "path" / "to").mkdir(parents=True)
     for name in MODELS:
         (tmp_path / name).symlink_to(models / "sd3")
-    (tmp_path / "path" / "to" / "wan").symlink_to(models / "wan")
+    for name in ("wan", "language-model"):
+        (tmp_path / "path" / "to" / name).symlink_to(models / name)
     (tmp_path / "path" / "to" / "adapter").symlink_to(models / "sd3" / "lora" / "transformer-peft")
     return tmp_path
 
@@ -115,6 +124,10 @@ def given(page: str) -> dict[str, Any]:
     names: dict[str, Any] = dict(mesh=cpu_mesh(), rank=dist.get_rank(), seed=0, config=dict(SD3, num_layers=1))
     names["build_my_model"] = lambda config: SD3Transformer2DModel(**config)
     names["load_my_weights"] = lambda model: None
+    if page.endswith("transformers.md"):
+        sample = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
+        names.update(tokens=dict(input_ids=torch.tensor([[0, 7, 5, 511]])), timestep=torch.tensor([500.0]))
+        names.update(noisy=sample, target=sample)
     if page.endswith(("saving.md", "README.md")):  # a model that has been trained
         from peft import LoraConfig
 

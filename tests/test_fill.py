@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 import zlib
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import metashard
-from metashard.fill import rank0
+from metashard.checkpoint import Entry
+from metashard.fill import prefetch, rank0
 from metashard.fill.bytes import as_bytes
 from metashard.layout import named_slots
 from metashard.report import anonymous_host_bytes
@@ -486,3 +488,24 @@ def test_the_table_is_as_awkward_as_it_says(saved: tuple[str, int]) -> None:
     same = [f for f, t in built.state_dict().items() if t.numel() and torch.equal(t, stored.state_dict()[f])]
     assert same == [f"blocks.{i}.norm.{n}" for i in range(2) for n in ()]
     assert len(list(Path(saved[0]).iterdir())) == 2
+
+
+# --- reading ahead
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
+def test_the_other_half_of_a_larger_model_is_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, asked = prefetch._STEP_BYTES, []
+    for name in ("a", "b"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(5 * step - 1)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: asked.append((start, size)))
+    monkeypatch.setattr(prefetch, "_available_bytes", lambda: 100 * step)
+
+    def entry(file: str, start: int, size: int) -> Entry:
+        return Entry("key", file, torch.uint8, (size,), start, size)
+
+    some = prefetch.Prefetch()
+    some.narrow([entry("a", step - 1, 2), entry("a", 3 * step, step), entry("b", 5 * step - 3, 2), entry("b", 0, 0)])
+    some._run([(tmp_path / name, 5 * step - 1) for name in ("a", "b")])
+    assert asked == [(start * step, step) for start in (0, 1, 3, 4)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
-from metashard.checkpoint import Checkpoint
+from metashard.checkpoint import Checkpoint, Entry
 
 _STEP_BYTES = 8 << 20
 _MOST_OF_FREE = 0.5  # of the memory that is available: what is asked for too early would be evicted before it is read
@@ -22,6 +23,7 @@ class Prefetch:
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._wanted: set[tuple[str, int]] | None = None  # file and number of a step; None for all
 
     def __enter__(self) -> Prefetch:
         return self
@@ -32,6 +34,14 @@ class Prefetch:
             files = [(folder / name, size) for name, size in sorted(checkpoint.sizes.items())]
             self._thread = threading.Thread(target=self._run, args=(files,), name="metashard-prefetch")
             self._thread.start()
+
+    def narrow(self, entries: Iterable[Entry]) -> None:
+        """From here on ask for what these entries need only: the files may hold a larger model."""
+        self._wanted = {
+            (entry.file, step)
+            for entry in entries
+            for step in range(entry.offset // _STEP_BYTES, -(-(entry.offset + entry.nbytes) // _STEP_BYTES))
+        }
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
@@ -53,6 +63,8 @@ class Prefetch:
                 for start in range(0, size, _STEP_BYTES):
                     if left <= 0 or self._stop.is_set():
                         return
+                    if self._wanted is not None and (path.name, start // _STEP_BYTES) not in self._wanted:
+                        continue
                     os.posix_fadvise(descriptor, start, _STEP_BYTES, os.POSIX_FADV_WILLNEED)
                     left -= _STEP_BYTES
             except OSError:

@@ -224,6 +224,29 @@ _nested(
     eoi_token_index=57,
     mm_tokens_per_image=4,
 )
+_nested(
+    "Mistral3ForConditionalGeneration",
+    "Mistral3Config",
+    lambda r: dict(
+        input_ids=torch.tensor([[3, 59, 59, 59, 59, 4, 5]]),
+        pixel_values=r(1, 3, 16, 16),
+        image_sizes=torch.tensor([[16, 16]]),
+        attention_mask=r.ones(1, 7),
+    ),
+    text_config=dict(_WITHOUT_TIE, model_type="mistral", vocab_size=60, head_dim=8),
+    vision_config=dict(
+        model_type="pixtral",
+        hidden_size=24,
+        intermediate_size=34,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        head_dim=8,
+        image_size=16,
+        patch_size=4,
+    ),
+    image_token_index=59,
+    spatial_merge_size=2,
+)
 _QWEN_VISION = dict(depth=3, num_heads=3, patch_size=4, spatial_merge_size=2, temporal_patch_size=2, hidden_size=24)
 
 
@@ -270,8 +293,37 @@ _nested(
     "CLIPModel",
     "CLIPConfig",
     lambda r: dict(input_ids=r.ids(53, 2, 7), pixel_values=r(2, 3, 8, 8)),
-    text_config=dict(_VISION, vocab_size=53, max_position_embeddings=9, bos_token_id=0, eos_token_id=1, pad_token_id=1),
-    vision_config=_VISION,
+    text_config=dict(_CLIP_TEXT, hidden_size=18),
+    vision_config=dict(_VISION, projection_dim=14),
     projection_dim=14,
 )
 _add("Dinov2Model", "Dinov2Config", _VISION, lambda r: dict(pixel_values=r(2, 3, 8, 8)))
+
+# --- fp32 pins that hold in bf16 too: an embedding, a router and its buffer
+_add(
+    "VoxtralEncoder",
+    "VoxtralEncoderConfig",
+    dict(_VISION, num_mel_bins=6, max_source_positions=8, vocab_size=53, head_dim=6),
+    lambda r: dict(input_features=r(1, 6, 16)),
+)
+_add(
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3Config",
+    dict(
+        _WITHOUT_TIE,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=6,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+    ),
+    _tokens(53),
+)
