@@ -94,7 +94,7 @@ class ShardError(LoadError, ValueError):
 class SaveError(MetaShardError):
     """A save failed, and what was in the folder before is still there. Also wraps errors that are not ours (I/O)."""
 
-    task, outcome = "save", "nothing was saved, and the folder is as it was"
+    task, outcome = "save", "the folder is as it was, or, if rank 0 was lost in the last step, all of the new one"
 
 
 class AdapterError(LoadError, ValueError):
