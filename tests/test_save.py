@@ -412,7 +412,7 @@ def test_a_failure_is_every_rank_s_and_leaves_the_folder_as_it_was(
 STEPS = [(os, "rename"), (os, "link"), (commit, "_exchange"), (commit, "_look_like")]  # of taking the place
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "without hard links"])
 @pytest.mark.parametrize(("error", "after"), [(FULL_DISK, False), (KeyboardInterrupt(), True)], ids=["full", "Ctrl-C"])
 def test_a_step_that_fails_puts_everything_back(
     models: str, tmp_path: Path, place: str, error: BaseException, after: bool
@@ -628,7 +628,7 @@ def test_a_kill_right_after_the_exchange_leaves_the_new_folder_with_all_else(
     kept = {name: value for name, value in filled(out).items() if "fp16" in name or value == b"kept"}
     args = (killed_after_the_exchange, f"{models}/{SD3}", str(out))
     told = ranks2.run(*args, return_exceptions=True, deaths=True, timeout=60)
-    assert "or, if rank 0 was lost in the last step, all of the new one" in str(told[1])
+    assert "the folder is the old one or the new one, whole" in str(told[1])
     zoo.CASES[SD3].load(f"{models}/{SD3}", BF16).save_pretrained(tmp_path / "expected")
     assert snapshot(out) == {**snapshot(tmp_path / "expected"), **kept}
     assert len(stage.left_stages(out)) == 1
@@ -697,6 +697,7 @@ def refused(folder: str, out: str, kind: str) -> None:
     [
         ("a full folder", "or pass overwrite=True"),
         ("a file", "is a file; expected a folder"),
+        ("a link to itself", "is a link that leads to itself"),
         ("no permission", "cannot be written"),
         ("no space", "has room for 1000 B"),
         ("meta", "tensors are on the meta device"),
@@ -713,6 +714,8 @@ def test_every_rank_refuses_bad_input(ranks2: Ranks, models: str, tmp_path: Path
         (out / "notes.txt").write_text("mine")
     if kind == "a file":
         out.write_text("mine")
+    if kind == "a link to itself":
+        out.symlink_to("out")
     before = snapshot(tmp_path)
     target = "/proc/metashard/out" if kind == "no permission" else str(out)
     errors = ranks2.run_expecting(metashard.MetaShardError, refused, f"{models}/{SD3}", target, kind)

@@ -37,14 +37,16 @@ class Stage:
     def __init__(self, folder: Path, *, overwrite: bool, stale: Callable[[str], bool] = lambda name: False) -> None:
         self.folder = folder = Path(os.path.realpath(folder))
         self.overwrite, self.stale = overwrite, stale
-        if folder.exists() and not folder.is_dir():
-            raise SaveError(f"{folder} is a file; expected a folder.", phase="resolve", file=str(folder))
+        if os.path.lexists(folder) and not folder.is_dir():
+            what = "a link that leads to itself" if folder.is_symlink() else "a file"
+            raise SaveError(f"{folder} is {what}; expected a folder.", phase="resolve", file=str(folder))
         commit.settle(left_stages(folder), folder)
         self._refuse_content()
         self.token = token = secrets.token_hex(_TOKEN_BYTES)
         try:
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+                code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+                raise OSError(code, os.strerror(code), str(folder))
             folder.parent.mkdir(parents=True, exist_ok=True)
             self.beside = _can_move(folder)
             self.name = _stage_name(folder, beside=self.beside) + token
