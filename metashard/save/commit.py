@@ -9,7 +9,8 @@ A save to the folder NAME makes a stage, a hidden folder beside it (`.metashard-
 Where NAME is new or empty, `unfinished` is renamed to it. Where it holds something and may be overwritten, what is not
 replaced is first linked into `unfinished` as well (files by hard links, directories made again), and the two are
 exchanged, which Linux does in one step. So at any time NAME is the old folder or the new one, whole, with all else that
-was in it. What a save leaves that is killed is of use to nobody; the next one to NAME removes it.
+was in it. What a save leaves that is killed is of use to nobody; the next one to NAME removes it. (Should an exchange
+fail to be undone, the old folder stays in the stage, as `kept`.)
 
 Where a directory cannot take the other's place (NAME is a mount point or the current one, its parent may not be
 written, a file system without hard links or the exchange), files are renamed one by one, and nothing else is touched:
@@ -37,8 +38,14 @@ PREFIX = ".metashard-save-"
 OPEN, UNFINISHED, COMPLETE, REPLACED, KEPT = ".saving", "unfinished", "complete", "replaced", "kept"
 # What a file system, or a directory of somebody else, answers that has no such links or exchange.
 _CANNOT = {
-    getattr(errno, name)
-    for name in ("EINVAL", "ENOSYS", "ENOTSUP", "EOPNOTSUPP", "EXDEV", "EBUSY", "EPERM", "EACCES", "EMLINK")
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EXDEV,
+    errno.EBUSY,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EMLINK,
 }
 
 
@@ -80,7 +87,8 @@ def _rename_folder(stage: Path, folder: Path, new: list[str], stale: Callable[[s
 
 def _exchange_folders(stage: Path, folder: Path, new: list[str], stale: Callable[[str], bool]) -> bool:
     """Exchange a stage's directory, with all else linked into it, and the folder; False where the system cannot."""
-    made, old = stage / UNFINISHED, os.stat(folder)
+    made = stage / UNFINISHED
+    ours = os.stat(made)
 
     def others(place: Path) -> list[str]:
         return [name for name in os.listdir(place) if name not in new and not stale(name)]
@@ -93,7 +101,7 @@ def _exchange_folders(stage: Path, folder: Path, new: list[str], stale: Callable
         if exchanged:
             _link_all(others(made), made, folder)  # what has come into the old one in the meantime
     except BaseException as error:  # Ctrl-C may come right after the exchange
-        as_it_was = not os.path.samestat(os.stat(made), old) or _exchange_back(stage, folder)
+        as_it_was = not os.path.samestat(os.stat(folder), ours) or _exchange_back(stage, folder)
         if not as_it_was or not isinstance(error, OSError) or error.errno not in _CANNOT:
             raise
         logger.info("%s is not exchanged, but its files renamed: %s", folder, error)
