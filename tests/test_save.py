@@ -697,6 +697,7 @@ def refused(folder: str, out: str, kind: str) -> None:
     [
         ("a full folder", "or pass overwrite=True"),
         ("a file", "is a file; expected a folder"),
+        ("an empty path", "expected a path"),
         ("a link to itself", "is a link that leads to itself"),
         ("no permission", "cannot be written"),
         ("no space", "has room for 1000 B"),
@@ -717,7 +718,7 @@ def test_every_rank_refuses_bad_input(ranks2: Ranks, models: str, tmp_path: Path
     if kind == "a link to itself":
         out.symlink_to("out")
     before = snapshot(tmp_path)
-    target = "/proc/metashard/out" if kind == "no permission" else str(out)
+    target = {"no permission": "/proc/metashard/out", "an empty path": ""}.get(kind, str(out))
     errors = ranks2.run_expecting(metashard.MetaShardError, refused, f"{models}/{SD3}", target, kind)
     assert all(message in str(error) for error in errors), errors
     assert all(isinstance(error, SaveError) for error in errors)

@@ -57,7 +57,7 @@ def save_component(
     Raises:
         SaveError: On every rank, naming rank, phase, file and key; the folder is as it was.
     """
-    run = SaveRun(module, Path(folder), overwrite, save)
+    run = SaveRun(module, folder, overwrite, save)
     with run.going_on():
         asked = (run.folder.name, str(max_shard_size), dtype, variant, lora, overwrite)
         run.agreement.same(asked, what="arguments", phase="resolve")

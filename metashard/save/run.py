@@ -44,18 +44,19 @@ class SaveRun(Steps):
 
     Args:
         module: The module; its shards tell which ranks take part.
-        folder: Where the checkpoint shall be.
+        given: Where the checkpoint shall be.
         overwrite: Whether the folder may hold something.
         policy: How the bytes go out.
     """
 
     module: nn.Module
-    folder: Path
+    given: str | Path
     overwrite: bool
     policy: SavePolicy
     agreement: Agreement = field(init=False)
 
     def __post_init__(self) -> None:
+        self.folder = Path(self.given)
         put_back_shards(self.module)
         tensors = [tensor for _, tensor in named_slots(self.module, attributes=False)]
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
@@ -104,6 +105,8 @@ class SaveRun(Steps):
         stages: list[Stage] = []
 
         def prepare() -> tuple[str, bool, str]:
+            if not str(self.given):  # to `Path` this is the current folder
+                raise SaveError("The folder is an empty text; expected a path.", expected="a path", got="")
             stages.append(Stage(self.folder, overwrite=self.overwrite, stale=stale))
             return stages[0].name, stages[0].beside, stages[0].token
 
