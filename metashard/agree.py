@@ -171,7 +171,7 @@ class Agreement:
         """Refuse values that differ between ranks.
 
         Raises:
-            LayoutError: On every rank, naming the first rank that differs from rank 0 and where.
+            LayoutError: On every rank, naming the first rank that differs from rank 0 and where. `SaveError` in a save.
         """
         digest = hashlib.sha256(repr(value).encode()).hexdigest()
         if len(set(self.gather(digest))) == 1:
@@ -181,7 +181,8 @@ class Agreement:
         at = next((i for i, (a, b) in enumerate(zip(values[0], values[rank], strict=False)) if a != b), 0)
         start = max(0, at - 60)
         expected, got = values[0][start : at + 60], values[rank][start : at + 60]
-        self._raised = LayoutError(
+        kind = LayoutError if issubclass(LayoutError, self.error) else self.error
+        self._raised = kind(
             f"Ranks differ in {what}: rank 0 has ...{expected}..., rank {rank} has ...{got}... Give every rank the "
             "same; look for code that branches on the rank.",
             rank=rank,
@@ -230,7 +231,9 @@ class Alone(Agreement):
     def _agree(self, name: str, original: BaseException | None) -> None:
         if isinstance(original, Exception):
             self._raised = _as_typed(original, 0, name, self.error)
-            raise self._raised from (None if self._raised is original else original)
+            if self._raised is original:  # with its own cause
+                raise original
+            raise self._raised from original
         if original is not None:
             raise original
 

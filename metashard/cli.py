@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0; 1 if a check of `verify` failed, 2 if a load failed (on every rank).
     """
     args = make_parser().parse_args(argv)
-    if args.command == "verify" and args.against:
+    if args.command == "verify" and args.against is not None:
         return _verify_against(args)
     if args.command == "verify" and args.lora:
         return _verify_lora(args)
@@ -216,12 +216,11 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         if (args.storage_gbps is None) != (args.network_gbps is None):
             raise ValueError("Give both --storage-gbps and --network-gbps, or neither.")
-        mesh = [int(size) for size in args.mesh.split("x")] if args.mesh is not None else None
         plan = plan_load(
             args.path,
             args.component,
             world_size=args.world_size,
-            mesh_shape=mesh,
+            mesh_shape=_mesh_shape(args.mesh) if args.mesh is not None else None,
             dtype=DTYPES[args.dtype] if args.dtype else None,
             lora=lora,
             shard=ShardPolicy(wrap=args.wrap),
@@ -237,6 +236,13 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"metashard: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _mesh_shape(text: str) -> list[int]:
+    sizes = text.split("x")
+    if not all(size.isascii() and size.isdigit() for size in sizes):
+        raise ValueError(f'--mesh {text!r}: expected replicas x ranks of a replica, such as "2x8".')
+    return [int(size) for size in sizes]
 
 
 def _load_component(args: argparse.Namespace, device_type: str, *, verify: str = "basic") -> tuple[Any, LoadReport]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ def compare_checkpoints(
     Raises:
         LoadError: One of them cannot be read.
     """
+    for root in (folder, other):
+        _check_folder(str(root))
     places = [_read(Path(root), component, variant) for root in (folder, other)]
     here, there = (checkpoint.entries for _, checkpoint in places)
     found = [Difference(key, "only here" if key in here else "only there") for key in here.keys() ^ there.keys()]
@@ -109,6 +112,18 @@ def compare_checkpoints(
         in_threads(pairs, compare, threads=_THREADS, name="metashard-compare")
     found.sort(key=lambda difference: difference.key)
     return FilesComparison(len(pairs), sum(one.nbytes for one, _ in pairs), tuple(found))
+
+
+def _check_folder(root: str) -> None:
+    what = "is a file" if os.path.exists(root) else "does not exist"
+    if not os.path.isdir(root):
+        raise ComponentError(
+            f"{root or 'An empty path'} {what}. Two folders on disk are compared: give their paths.",
+            phase="resolve",
+            file=root or None,
+            expected="a folder",
+            got=what,
+        )
 
 
 def _read(root: Path, component: str | None, variant: str | None) -> tuple[Path, Checkpoint]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metashard.errors import ComponentError
+from metashard.errors import CheckpointError, ComponentError
 from metashard.files import check_inside, file_error, printable, read_json, resolve_error, short, shown_names
 from metashard.weight_files import CONFIG, STEMS, choose_files, confusable, read_index
 
@@ -124,6 +124,20 @@ def resolve_component(
             is a link that leads out of the folder.
     """
     folder = Path(folder)
+    try:
+        return _resolve(folder, component, variant, allow_pickle)
+    except (ComponentError, CheckpointError) as error:
+        from metashard.save.stage import interrupted  # nothing of saving is needed where all is well
+
+        for stage in interrupted(folder / (component or "")):
+            error.message += (
+                f" A save to this folder was interrupted while it renamed files, or still does: what is missing is in "
+                f"{stage}. The next save to the folder puts it in order first."
+            )
+        raise
+
+
+def _resolve(folder: Path, component: str | None, variant: str | None, allow_pickle: bool) -> Component:
     if not folder.is_dir():
         what, hint = "does not exist", "Give a local folder, or a hub id such as 'org/name'."
         if folder.exists():

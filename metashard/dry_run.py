@@ -33,6 +33,8 @@ from metashard.shard import asked_to_ignore, choose_groups, group_of, pinned_nam
 from metashard.shell import build_shell
 from metashard.strategy import ASKED_FOR, as_dtype, build_dtype, map_or_refuse
 
+# Of a plan, which keeps figures for every rank: on one axis so many take a minute and 1 GB, where 4,096 take a second.
+MOST_RANKS = 1 << 16
 SMALL_READ_BYTES = 1 << 20  # shorter reads cost the storage more than their bytes
 
 
@@ -54,8 +56,8 @@ def plan_load(
     Args:
         checkpoint: A pipeline folder, or a folder that is one model.
         component: Name of the component in it; None for a folder that is one model.
-        world_size: Number of ranks on one axis (FSDP); or give `mesh_shape`.
-        mesh_shape: (shard,), or (replicate, shard) for HSDP.
+        world_size: Number of ranks on one axis (FSDP), at most 65,536; or give `mesh_shape`.
+        mesh_shape: (shard,), or (replicate, shard) for HSDP; at most 65,536 ranks in all.
         dtype: As `load_component` takes it.
         lora: As `load_component` takes it.
         shard: How to cut the module into FSDP groups.
@@ -67,6 +69,7 @@ def plan_load(
         The plan. Adapters are made for real, in host memory.
 
     Raises:
+        ValueError: No such number of ranks or mesh.
         MetaShardError: As `load_component` does, where it shows without loading.
     """
     shape = _mesh_shape(world_size, mesh_shape)
@@ -126,10 +129,13 @@ def plan_load(
 def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("Give either world_size or mesh_shape.")
-    shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
-    if len(shape) not in (1, 2) or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise ValueError(f"mesh_shape={shape}: expected (shard,) or (replicate, shard), each at least 1.")
-    return shape  # type: ignore[return-value]
+    shape: tuple[Any, ...] = (world_size,) if mesh_shape is None else tuple(mesh_shape)
+    given = f"world_size={world_size}" if mesh_shape is None else f"mesh_shape={shape}"
+    sane = len(shape) in (1, 2) and all(type(size) is int and size >= 1 for size in shape)
+    if not sane or math.prod(shape) > MOST_RANKS:
+        wanted = "1" if mesh_shape is None else "(shard,) or (replicate, shard), in all 1"
+        raise ValueError(f"{given}: expected {wanted} to {MOST_RANKS:,} ranks.")
+    return shape
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def _read_shards(figures: _Figures, target: _Target, most: int) -> None:
     """Every rank reads its own shard of a target. Shards of one size are read in one way."""
     assert target.dim is not None
     sharding = Sharding(((0, target.dim),))
-    for count in target.counts.unique().tolist():
+    for count in target.counts.unique_consecutive().tolist():
         if not count:
             continue
         mine = target.counts == count

@@ -8,7 +8,7 @@ failure happens sends the error itself to the others: every rank raises the same
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class MetaShardError(Exception):
@@ -28,6 +28,7 @@ class MetaShardError(Exception):
     """
 
     task, outcome = "call", "nothing was done"  # in the message about a lost rank
+    outcomes: ClassVar[dict[str, str]] = {}  # of phases that have another one
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class SaveError(MetaShardError):
     """A save failed, and what was in the folder before is still there. Also wraps errors that are not ours (I/O)."""
 
     task, outcome = "save", "nothing was saved, and the folder is as it was"
+    outcomes: ClassVar[dict[str, str]] = {"commit": "the folder is the old one or the new one, whole"}
 
 
 class AdapterError(LoadError, ValueError):

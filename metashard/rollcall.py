@@ -218,9 +218,10 @@ class RollCall:
 
 def lost_error(error: type[MetaShardError], ranks: Sequence[int], phase: str, why: str) -> MetaShardError:
     """The error that names ranks that do not answer any more."""
+    outcome = error.outcomes.get(phase, error.outcome)
     names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
     return error(
-        f"{names} left the {error.task}: {why} Look at the first error in its log; {error.outcome}.",
+        f"{names} left the {error.task}: {why} Look at the first error in its log; {outcome}.",
         rank=ranks[0],
         phase=phase,
         expected="every rank at the end of the phase",

@@ -60,6 +60,29 @@ def test_every_difference_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(json.loads(capsys.readouterr().out)["differences"]) == 5
 
 
-def test_a_folder_without_weights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path), "--against", str(tmp_path)]) == 2
-    assert "no safetensors files" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (".", ".", "no safetensors files"),
+        (".", "", "An empty path"),
+        ("", ".", "An empty path"),
+        (".", "absent", "absent does not exist"),
+        ("absent", ".", "absent does not exist"),
+        (".", "file", "file is a file"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    one: str,
+    other: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["verify", one, "--against", other]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert message in told.err

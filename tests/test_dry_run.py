@@ -149,4 +149,27 @@ def test_the_command_says_in_one_line_what_is_wrong(folder, tmp_path, capsys):
     for args in ([str(tmp_path)], ["x" * 300], [good, "--storage-gbps", "5"], [good, "--lora-rank", "0"]):
         assert main(["plan", *args, "--world-size", "2"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    assert main(["plan", good, "--mesh", "2xmany"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (["--world-size", "0"], "world_size=0: expected 1 to 65,536 ranks"),
+        (["--world-size=-1"], "world_size=-1: expected 1 to 65,536 ranks"),
+        (["--world-size", "1000000000"], "world_size=1000000000: expected 1 to 65,536 ranks"),
+        (["--mesh", "x"], "--mesh 'x': expected replicas x ranks of a replica, such as \"2x8\""),
+        (["--mesh", "2x"], "--mesh '2x': expected"),
+        (["--mesh", "2xmany"], "--mesh '2xmany': expected"),
+        (["--mesh=-2x8"], "--mesh '-2x8': expected"),
+        (["--mesh", ""], "--mesh '': expected"),
+        (["--mesh", "0x8"], "mesh_shape=(0, 8): expected (shard,) or (replicate, shard), in all 1 to 65,536 ranks"),
+        (["--mesh", "2x2x2"], "mesh_shape=(2, 2, 2): expected"),
+        (["--mesh", "1000x1000"], "mesh_shape=(1000, 1000): expected"),
+    ],
+)
+def test_an_absurd_number_of_ranks_is_one_line_before_anything_is_read(size, message, tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "absent"), *size]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert message in told.err
+    assert told.out == ""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, StepLR
 
 import metashard
 from metashard.fill.bytes import as_bytes
@@ -169,3 +171,15 @@ def test_training_goes_on_on_another_number_of_ranks(
             assert (resumed["losses"], resumed["end"]) == (first["losses"], first["end"])
         else:
             assert resumed["losses"] == pytest.approx(first["losses"], rel=1e-3 if kind == "full" else 1e-6)
+
+
+def test_dcp_knows_the_attributes_of_a_scheduler_and_not_its_class(tmp_path: Path) -> None:
+    """What docs/save-and-resume.md says of other schedulers and other settings."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1e-4)
+    cosine, step = CosineAnnealingLR(optimizer, T_max=100), StepLR(optimizer, step_size=10)
+    dcp.save({"cosine": cosine, "step": step}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .*: cosine\.step_size"):
+        dcp.load({"cosine": StepLR(optimizer, step_size=10)}, checkpoint_id=tmp_path, no_dist=True)
+    again, other = CosineAnnealingLR(optimizer, T_max=1000), ExponentialLR(optimizer, gamma=0.9)
+    dcp.load({"cosine": again, "step": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert (again.T_max, other.gamma) == (100, 0.1)

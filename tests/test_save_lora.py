@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from .test_save import POLICY, different, state_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SD3, CLIP, UNET = "SD3Transformer2DModel", "CLIPTextModel", "UNet2DConditionModel"
+LLAMA = "LlamaForCausalLM-tied"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    made = {name: str(tmp_path_factory.mktemp(name)) for name in (SD3, CLIP, UNET)}
+    made = {name: str(tmp_path_factory.mktemp(name)) for name in (SD3, CLIP, UNET, LLAMA)}
     for name, folder in made.items():
         zoo.CASES[name].build().save_pretrained(folder)
     return made
@@ -60,6 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": (SD3, {"use_dora": True}),
     "modules to save": (SD3, {"modules_to_save": ["proj_out"]}),
     "embedding": (CLIP, {"target_modules": ["q_proj", "token_embedding"]}),
+    "one of two tied layers": (LLAMA, {"target_modules": ["embed_tokens", "q_proj"]}),
     "convolution": (UNET, {"target_modules": ["to_q", "conv1"], "lora_alpha": 7}),
 }
 
@@ -159,6 +162,20 @@ def test_adapters_are_left_out_or_merged_as_peft_merges(
 
 
 # --- bad input
+
+
+def merges_tied(folder: str, out: str) -> None:
+    module = load(folder, BF16, [spec("peft", target_modules=["embed_tokens", "lm_head"])])[0]
+    metashard.save_component(module, out, lora="merge", save=POLICY)
+
+
+def test_two_adapters_on_one_weight_are_not_merged(ranks2: Ranks, tmp_path: Path) -> None:
+    zoo.CASES[LLAMA].build().save_pretrained(tmp_path / "model")
+    for error in ranks2.run_expecting(SaveError, merges_tied, str(tmp_path / "model"), str(tmp_path / "out")):
+        assert "model.embed_tokens and lm_head share one weight" in str(error)
+        assert "save_lora" in str(error)
+        assert error.phase == "resolve"
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def save_badly(folder: str, out: str, **kwargs: Any) -> None:

@@ -1,15 +1,23 @@
 """All or nothing: a checkpoint is written beside the folder that it shall be, and takes its place in one step.
 
 [Note: taking the place]
-Where the folder is new or empty, its complete replacement is renamed to it. Where it holds something and may be
-overwritten, the two directories are exchanged, which Linux does in one step as well, and whatever else was in the old
-one moves along. So at any time the folder is the old one or the new one, whole.
+A save to the folder NAME makes a stage, a hidden folder beside it (`.metashard-save-NAME-...`), and in that
 
-Where a directory cannot take the other's place (the folder is a mount point or the current one, its parent may not be
-written, a network file system without the exchange), files are renamed one by one: first the old index or single weight
-file goes out of the way, so that no loader takes a mixture for a checkpoint, then the old files, then the new ones come
-in, index or single weight file last. An error or Ctrl-C puts everything back; after a crash within these renames, the
-old files are still in the hidden folder beside the new ones.
+    .saving       a token, by which ranks find out whether they see the stage; locked as long as the save lives
+    unfinished/   what is to become NAME. Weight files end in .part until all is written and checked
+
+Where NAME is new or empty, `unfinished` is renamed to it. Where it holds something and may be overwritten, what is not
+replaced is first linked into `unfinished` as well (files by hard links, directories made again), and the two are
+exchanged, which Linux does in one step. So at any time NAME is the old folder or the new one, whole, with all else that
+was in it. What a save leaves that is killed is of use to nobody; the next one to NAME removes it. (Should an exchange
+fail to be undone, the old folder stays in the stage, as `kept`.)
+
+Where a directory cannot take the other's place (NAME is a mount point or the current one, its parent may not be
+written, a file system without hard links or the exchange), files are renamed one by one, and nothing else is touched:
+first the old ones to `replaced`, index or single weight file first, so that no loader takes a mixture for a checkpoint;
+then `unfinished` is renamed to `complete`; then the new ones come in, index or single weight file last. An error or
+Ctrl-C puts everything back. After a kill NAME may be no checkpoint: a load of it says where the files are, and the next
+save to NAME puts them back, or all new ones in, before anything else.
 """
 
 from __future__ import annotations
@@ -19,207 +27,236 @@ import errno
 import fcntl
 import logging
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from metashard.errors import SaveError
-from metashard.report import size_text
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = ".metashard-save-"
-_OPEN = ".saving"  # in a stage until it is complete: the file by which ranks find out whether they see it
-_ASIDE = "replaced"
-_NAME_BYTES = 200  # of the folder's name in that of its stage: a name may have 255 in all
+PREFIX = ".metashard-save-"
+OPEN, UNFINISHED, COMPLETE, REPLACED, KEPT = ".saving", "unfinished", "complete", "replaced", "kept"
+# What a file system, or a directory of somebody else, answers that has no such links or exchange.
+_CANNOT = {
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EXDEV,
+    errno.EBUSY,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EMLINK,
+}
 
 
-class Stage:
-    """A hidden folder that takes a save until it is complete. One rank makes it.
+def take_place(stage: Path, folder: Path, stale: Callable[[str], bool], *, movable: bool) -> None:
+    """Let what is in a stage take the folder's place. See [Note: taking the place].
 
     Args:
-        folder: Where the checkpoint shall be.
-        overwrite: Whether it may hold something already.
-
-    Raises:
-        SaveError: The folder is no directory, holds something, or cannot be written.
+        stage: The stage; what is in its `unfinished` is complete.
+        folder: The folder, which may be there.
+        stale: Whether a file of this name in the old folder would be taken for a part of the new checkpoint.
+        movable: Whether a directory can take the folder's place.
     """
+    made = stage / UNFINISHED
+    new = sorted(os.listdir(made))
+    for path in (*(made / name for name in new), made, stage):
+        _flush(path)
+    held = os.listdir(folder) if folder.exists() else []
+    in_one_step = _exchange_folders if held else _rename_folder
+    movable = movable and not any(name.startswith(PREFIX) for name in held)  # another save goes on in there
+    if not (movable and in_one_step(stage, folder, new, stale)):
+        _rename_files(stage, folder, new, stale)
+    for path in (folder, folder.parent):
+        with suppress(OSError):  # the renames are done: what was saved is there
+            _flush(path)
 
-    def __init__(self, folder: Path, *, overwrite: bool) -> None:
-        self.folder = folder = Path(os.path.realpath(folder))
-        if folder.exists() and not folder.is_dir():
-            raise SaveError(f"{folder} is a file; expected a folder.", phase="resolve", file=str(folder))
-        self.overwrite = overwrite
-        self._refuse_content()
-        self.token = token = secrets.token_hex(8)
+
+def _rename_folder(stage: Path, folder: Path, new: list[str], stale: Callable[[str], bool]) -> bool:
+    """Rename a stage's directory to a folder that is not there, or empty; False where the system cannot."""
+    try:
+        if folder.exists():
+            _look_like(folder, stage / UNFINISHED)
+        os.rename(stage / UNFINISHED, folder)
+    except OSError as error:
+        if error.errno not in _CANNOT or not folder.exists():
+            raise
+        return False
+    return True
+
+
+def _exchange_folders(stage: Path, folder: Path, new: list[str], stale: Callable[[str], bool]) -> bool:
+    """Exchange a stage's directory, with all else linked into it, and the folder; False where the system cannot."""
+    made = stage / UNFINISHED
+    ours = os.stat(made)
+
+    def others(place: Path) -> list[str]:
+        return [name for name in os.listdir(place) if name not in new and not stale(name)]
+
+    try:
+        _link_all(others(folder), folder, made)
+        _look_like(folder, made)
+        _flush(made)
+        exchanged = _exchange(made, folder)
+        if exchanged:
+            _link_all(others(made), made, folder)  # what has come into the old one in the meantime
+    except BaseException as error:  # Ctrl-C may come right after the exchange
+        as_it_was = not os.path.samestat(os.stat(folder), ours) or _exchange_back(stage, folder)
+        if not as_it_was or not isinstance(error, OSError) or error.errno not in _CANNOT:
+            raise
+        logger.info("%s is not exchanged, but its files renamed: %s", folder, error)
+        exchanged = False
+    if not exchanged:
+        for name in set(os.listdir(made)).difference(new):
+            _remove(made / name)
+    return exchanged
+
+
+def _exchange_back(stage: Path, folder: Path) -> bool:
+    with suppress(OSError):
+        if _exchange(stage / UNFINISHED, folder):
+            return True
+    os.rename(stage / UNFINISHED, stage / KEPT)
+    logger.error("%s was replaced, and cannot be put back. What was in it is in %s", folder, stage / KEPT)
+    return False
+
+
+def _link_all(names: Iterable[str], source: Path, target: Path) -> None:
+    """Have what is in one directory in another one as well: the same files, in directories made again."""
+    for name in names:
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            self.beside = _can_move(folder)
-            short = os.fsdecode(os.fsencode(folder.name)[:_NAME_BYTES])
-            self.name = f"{_PREFIX}{short}-{token}" if self.beside else f"{_PREFIX}{token}"
-            if self.beside:
-                try:
-                    os.mkdir(folder.parent / self.name)
-                except PermissionError:  # of the parent: the folder itself may still be ours
-                    self.beside, self.name = False, f"{_PREFIX}{token}"
-            if not self.beside:
-                folder.mkdir(exist_ok=True)
-                os.mkdir(folder / self.name)
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
-        self.path = stage_path(folder, self.name, beside=self.beside)
-        (self.path / _OPEN).write_text(token)
-        self._lock = os.open(self.path / _OPEN, os.O_RDONLY)
-        self._disposable = True  # nothing in it but what this save has made
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._clear_leftovers()
-
-    def _refuse_content(self) -> None:
-        held = (
-            [name for name in os.listdir(self.folder) if not name.startswith(_PREFIX)] if self.folder.exists() else []
-        )
-        if held and not self.overwrite:
-            raise SaveError(
-                f"{self.folder} holds {len(held)} files or folders ({', '.join(sorted(held)[:3])}). Save to an empty "
-                "folder, or pass overwrite=True: files of the same names and other weights of the model are replaced, "
-                "everything else stays.",
-                file=str(self.folder),
-                expected="a new or empty folder",
-                got=f"{len(held)} entries",
-            )
-
-    def _clear_leftovers(self) -> None:
-        """Remove what saves to the same folder have left that were killed: nobody holds a lock on it any more."""
-        alike = re.compile(re.escape(self.name.removesuffix(self.token)) + r"[0-9a-f]{16}")
-        for path in [self.path.parent / name for name in os.listdir(self.path.parent) if alike.fullmatch(name)]:
-            with suppress(OSError):  # one that is complete, or whose rank 0 is alive
-                descriptor = os.open(path / _OPEN, os.O_RDONLY)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path)
-                    logger.warning("Removed %s, left by a save that was interrupted", path)
-                finally:
-                    os.close(descriptor)
-
-    def reserve(self, headers: dict[str, bytes], sizes: dict[str, int]) -> None:
-        """Make the weight files, with their headers and at their size.
-
-        Raises:
-            SaveError: There is not enough room for them.
-        """
-        wanted, free = sum(sizes.values()), shutil.disk_usage(self.path).free
-        if wanted > free:
-            raise SaveError(
-                f"{self.folder} has room for {size_text(free)}, the save takes {size_text(wanted)}. What is there now "
-                "stays until the save is complete, so that both have to fit.",
-                phase="layout",
-                file=str(self.folder),
-                expected=wanted,
-                got=free,
-            )
-        for name, head in headers.items():
-            with open(self.path / name, "xb") as file:
-                file.write(head)
-                file.truncate(sizes[name])
-
-    def commit(self, stale: Callable[[str], bool]) -> None:
-        """Let the checkpoint take its place.
-
-        Args:
-            stale: Whether a file of this name in the old folder would be taken for a part of the new checkpoint.
-
-        Raises:
-            SaveError: Something has come into the folder since the save began, and may not be overwritten.
-        """
-        self._refuse_content()
-        os.unlink(self.path / _OPEN)  # from here on nobody clears it away
-        new = sorted(os.listdir(self.path))
-        for name in new:
-            _flush(self.path / name)
-        _flush(self.path)
-        if not self.beside:
-            self._rename_files(new, stale)
-        elif not self.folder.exists() or not os.listdir(self.folder):
-            if self.folder.exists():
-                shutil.copystat(self.folder, self.path)
-            os.rename(self.path, self.folder)
-        else:
-            shutil.copystat(self.folder, self.path)
-            if not self._exchange_folders(new, stale):
-                self._rename_files(new, stale)
-        for folder in (self.folder, self.folder.parent):
-            with suppress(OSError):  # the renames are done: what was saved is there
-                _flush(folder)
-
-    def _exchange_folders(self, new: list[str], stale: Callable[[str], bool]) -> bool:
-        """Exchange the stage and the folder, and bring along what else was in it; False where the system cannot."""
-        old, error = os.stat(self.folder), None
-        self._disposable = False
-        try:
-            exchanged = _exchange(self.path, self.folder)
-        except BaseException as raised:  # noqa: BLE001 - Ctrl-C may come right after the exchange
-            exchanged, error = os.path.samestat(os.stat(self.path), old), raised
-        if exchanged and error is None:
-            others = [name for name in os.listdir(self.path) if name not in new and not stale(name)]
-            error = _move([(self.path / name, self.folder / name) for name in others])
-        self._disposable = error is None or not exchanged or _exchange(self.path, self.folder)
-        if error is not None:
-            raise error
-        return exchanged
-
-    def _rename_files(self, new: list[str], stale: Callable[[str], bool]) -> None:
-        """File by file, see [Note: taking the place]."""
-        aside = self.path / _ASIDE
-        aside.mkdir()
-        old = [name for name in os.listdir(self.folder) if name in new or stale(name)]
-        moves = [(self.folder / name, aside / name) for name in sorted(old, key=_authority_first)]
-        moves += [(self.path / name, self.folder / name) for name in sorted(new, key=_authority_first, reverse=True)]
-        self._disposable = False
-        error = _move(moves)
-        self._disposable = True
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """Remove what is left of it, unless it holds files of the old folder that could not be put back."""
-        if self._disposable:
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            logger.error("%s holds files of %s that could not be put back", self.path, self.folder)
-        os.close(self._lock)
+            _link(source / name, target / name)
+        except FileNotFoundError:
+            if os.path.lexists(source / name):
+                raise  # else somebody has removed it, who goes on in there
 
 
-def _move(moves: list[tuple[Path, Path]]) -> BaseException | None:
-    """Rename all, or none and return why. Raises only if what was renamed could not be put back."""
+def _link(here: Path, there: Path) -> None:
+    if here.is_dir() and not here.is_symlink():
+        if os.path.ismount(here) or not os.access(here, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "what is in it cannot be removed from there", str(here))
+        there.mkdir(exist_ok=True)
+        _link_all(os.listdir(here), here, there)
+        _look_like(here, there)
+        _flush(there)
+    elif not os.path.lexists(there):
+        os.link(here, there, follow_symlinks=False)
+    elif not os.path.samestat(os.lstat(here), os.lstat(there)):  # replaced since the first time
+        between = there.with_name(f"{PREFIX}{os.getpid()}")
+        os.link(here, between, follow_symlinks=False)
+        os.replace(between, there)
+
+
+def _look_like(source: Path, target: Path) -> None:
+    """Owner, rights and times of a directory for the one in its place."""
+    looks, own = os.stat(source), os.stat(target)
+    if (looks.st_uid, looks.st_gid) != (own.st_uid, own.st_gid):
+        os.chown(target, looks.st_uid, looks.st_gid)
+    shutil.copystat(source, target)
+
+
+def _rename_files(stage: Path, folder: Path, new: list[str], stale: Callable[[str], bool]) -> None:
+    """File by file, see [Note: taking the place]."""
+    made, complete, aside = stage / UNFINISHED, stage / COMPLETE, stage / REPLACED
+    aside.mkdir()
+    old = [name for name in os.listdir(folder) if name in new or stale(name)]
+    moves = [(folder / name, aside / name) for name in sorted(old, key=_authority_first)]
+    moves.append((made, complete))
+    moves += [(complete / name, folder / name) for name in sorted(new, key=_authority_first, reverse=True)]
+    try:
+        _move(moves)
+    except BaseException:
+        with suppress(OSError):  # not everything could be put back
+            aside.rmdir()
+        raise
+    complete.rmdir()  # from here on what is in `replaced` is of no use any more
+
+
+def _move(moves: list[tuple[Path, Path]]) -> None:
+    """Rename all or none. Only if what was renamed cannot be put back, some are."""
     begun: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:
             begun.append((source, target))  # first: Ctrl-C may come right after the rename
             os.rename(source, target)
-    except BaseException as error:  # noqa: BLE001 - raised by the caller
+    except BaseException:
         for source, target in reversed(begun):
             if os.path.lexists(target) and not os.path.lexists(source):
                 os.rename(target, source)
-        return error
-    return None
+        raise
 
 
-def stage_path(folder: Path, name: str, *, beside: bool) -> Path:
-    """Where a rank sees the stage of rank 0, if it does."""
-    folder = Path(os.path.realpath(folder))
-    return (folder.parent if beside else folder) / name
+def is_pending(stage: Path) -> bool:
+    """Whether the folder lacks files that are in this stage."""
+    return (stage / REPLACED).exists() and ((stage / UNFINISHED).exists() or (stage / COMPLETE).exists())
 
 
-def sees(path: Path, token: str) -> bool:
-    """Whether the stage at `path` is the one with this token: the same files, not only the same name."""
+def is_kept(stage: Path) -> bool:
+    """Whether something in this stage is nowhere else."""
+    return is_pending(stage) or (stage / KEPT).exists()
+
+
+def remove(stage: Path) -> None:
+    """Remove a stage; in an order in which a part of it is never taken for a pending one, or for somebody else's."""
+    for name in (UNFINISHED, COMPLETE, REPLACED):
+        _remove(stage / name)
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def settle(stages: Iterable[Path], folder: Path) -> None:
+    """Make good what saves have left that were killed; those that go on hold a lock."""
+    for stage in stages:
+        with suppress(OSError), _locked(stage):  # one that goes on, or that cannot be locked here
+            if is_pending(stage):
+                _finish_renames(stage, folder)
+            if not is_kept(stage):
+                remove(stage)
+                logger.warning("Removed %s, left by a save that was interrupted", stage)
+
+
+def _finish_renames(stage: Path, folder: Path) -> None:
+    """Put the old files back, or all new ones in, unless others have come in their places."""
+    complete = stage / COMPLETE
+    source = complete if complete.exists() else stage / REPLACED
+    names = sorted(os.listdir(source), key=_authority_first, reverse=True)
+    taken = [name for name in names if os.path.lexists(folder / name)]
+    if taken:
+        logger.warning(
+            "%s has files that a save had to leave in the middle of its renames, and %s is in %s again. Remove the "
+            "former once you have seen what is in it.",
+            source,
+            taken[0],
+            folder,
+        )
+        return
+    _move([(source / name, folder / name) for name in names])
+    source.rmdir()
+    what = "moved all new ones in" if source == complete else "moved the old ones back"
+    logger.warning("A save to %s was interrupted while it renamed files; %s", folder, what)
+
+
+@contextmanager
+def _locked(stage: Path) -> Iterator[None]:
+    descriptor = lock(stage)
     try:
-        return (path / _OPEN).read_text() == token
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(stage: Path) -> int:
+    """Lock a stage; gives the descriptor that holds the lock.
+
+    Raises:
+        OSError: Another process holds it, or there are no locks here.
+    """
+    descriptor = os.open(stage / OPEN, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what may be written
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _authority_first(name: str) -> tuple[bool, bool, str]:
@@ -227,23 +264,12 @@ def _authority_first(name: str) -> tuple[bool, bool, str]:
     return not name.endswith(".index.json"), not name.endswith(".safetensors"), name
 
 
-def _can_move(folder: Path) -> bool:
-    """Whether the folder is, or would be, a plain directory on its parent's file system, and this process not in it."""
-    if not folder.exists():
-        return True
-    with suppress(OSError):
-        if os.path.samefile(folder, os.curdir):  # to stay in a directory that has been exchanged is to be nowhere
-            return False
-    return not os.path.ismount(folder) and os.stat(folder).st_dev == os.stat(folder.parent).st_dev
-
-
-def _cannot_write(folder: Path, error: OSError) -> SaveError:
-    return SaveError(
-        f"{folder} cannot be written: {error.strerror}. Give a folder that this user may write to.",
-        phase="resolve",
-        file=str(folder),
-        got=error.strerror,
-    )
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def _flush(path: Path) -> None:
@@ -269,6 +295,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EBUSY, errno.EPERM):
+    if code in _CANNOT:
         return False
     raise OSError(code, os.strerror(code), str(other))

@@ -43,6 +43,7 @@ def save_component(
             class's fp32 pins stay fp32. None saves every tensor in its own.
         variant: Weight variant, such as "fp16".
         lora: "leave_out" saves the base as it was without adapters; "merge" saves it with those merged that are active.
+            Of tied layers one may have an adapter, and both get it then, as by `merge_and_unload`; two are refused.
         overwrite: Whether `folder` may hold something. The model's files of this variant are replaced, all else stays.
         save: How the bytes go out.
 
@@ -56,7 +57,7 @@ def save_component(
     Raises:
         SaveError: On every rank, naming rank, phase, file and key; the folder is as it was.
     """
-    run = SaveRun(module, Path(folder), overwrite, save)
+    run = SaveRun(module, folder, overwrite, save)
     with run.going_on():
         asked = (run.folder.name, str(max_shard_size), dtype, variant, lora, overwrite)
         run.agreement.same(asked, what="arguments", phase="resolve")

@@ -52,7 +52,7 @@ def save_lora(
     Raises:
         SaveError: On every rank; the folder is as it was.
     """
-    run = SaveRun(module, Path(folder), overwrite, save)
+    run = SaveRun(module, folder, overwrite, save)
     with run.going_on():
         run.agreement.same((run.folder.name, format, adapter, component, overwrite), what="arguments", phase="resolve")
         with run.phase("resolve"):

@@ -18,21 +18,22 @@ from torch.distributed.tensor import DTensor
 from metashard import _compat
 from metashard.agree import Agreement, Alone, mesh_ranks
 from metashard.checkpoint import read_header
-from metashard.errors import SaveError
+from metashard.errors import CheckpointError, SaveError
 from metashard.fill.bytes import flat_local
 from metashard.fill.target import Target, target
 from metashard.layout import named_slots
 from metashard.policy import SavePolicy
 from metashard.report import Recorder
 from metashard.run import FIRST_TIMEOUT, Steps
-from metashard.save.commit import Stage, sees, stage_path
+from metashard.save.commit import UNFINISHED
 from metashard.save.layout import Layout, draw_up
 from metashard.save.made import Recipe, converting, merging, write_made
 from metashard.save.report import SaveReport
 from metashard.save.share import Share, share_of
+from metashard.save.stage import Stage, sees, stage_root
 from metashard.save.travel import Lane, Receiver, Sender
 from metashard.save.twin import Twin
-from metashard.save.write import Files, Piece, Writer, check_accounts, pieces_of
+from metashard.save.write import PART, Files, Piece, Writer, check_accounts, pieces_of
 from metashard.shard import put_back_shards
 from metashard.watched import run_watched
 
@@ -43,18 +44,19 @@ class SaveRun(Steps):
 
     Args:
         module: The module; its shards tell which ranks take part.
-        folder: Where the checkpoint shall be.
+        given: Where the checkpoint shall be.
         overwrite: Whether the folder may hold something.
         policy: How the bytes go out.
     """
 
     module: nn.Module
-    folder: Path
+    given: str | Path
     overwrite: bool
     policy: SavePolicy
     agreement: Agreement = field(init=False)
 
     def __post_init__(self) -> None:
+        self.folder = Path(self.given)
         put_back_shards(self.module)
         tensors = [tensor for _, tensor in named_slots(self.module, attributes=False)]
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
@@ -103,7 +105,9 @@ class SaveRun(Steps):
         stages: list[Stage] = []
 
         def prepare() -> tuple[str, bool, str]:
-            stages.append(Stage(self.folder, overwrite=self.overwrite))
+            if not str(self.given):  # to `Path` this is the current folder
+                raise SaveError("The folder is an empty text; expected a path.", expected="a path", got="")
+            stages.append(Stage(self.folder, overwrite=self.overwrite, stale=stale))
             return stages[0].name, stages[0].beside, stages[0].token
 
         def lay_out() -> Layout:
@@ -114,8 +118,9 @@ class SaveRun(Steps):
         try:
             name, beside, token = self.on_leader("resolve", prepare)
             layout: Layout = self.on_leader("layout", lay_out)
-            path = stage_path(self.folder, name, beside=beside)
-            seeing = self.agreement.gather(sees(path, token))
+            root = stage_root(self.folder, name, beside=beside)
+            path = root / UNFINISHED
+            seeing = self.agreement.gather(sees(root, token))
             with Files(path) as files:
                 self._write_tensors(files, layout, seeing, twin)
                 with self.phase("flush"):
@@ -123,7 +128,7 @@ class SaveRun(Steps):
                 accounts = self.agreement.gather(files.account.figures)
                 self.on_leader("check", lambda: _check(path, layout, accounts))
                 written = files.account.nbytes
-            self.on_leader("commit", lambda: stages[0].commit(stale))
+            self.on_leader("commit", lambda: stages[0].commit())
         finally:
             for stage in stages:
                 stage.close()
@@ -234,12 +239,19 @@ def _check(folder: Path, layout: Layout, accounts: list[dict[str, tuple[int, int
     """Hold the written files against the layout: their sizes and headers as a loader reads them, every byte once."""
     check_accounts(accounts, layout.entries)
     for name, size in layout.sizes.items():
-        got, entries = read_header(folder / name, name=name)
-        if got != size or tuple(entries.values()) != tuple(e for e in layout.entries if e.file == name):
+        part, cause = folder / (name + PART), None
+        try:
+            got, entries = read_header(part, name=name)
+            wrong = "" if got == size else f"it has {got} bytes in place of {size}"
+            if tuple(entries.values()) != tuple(entry for entry in layout.entries if entry.file == name):
+                wrong = wrong or "its header is another one"
+        except CheckpointError as error:
+            got, wrong, cause = error.got, "it cannot be read back", error
+        if wrong:
             raise SaveError(
-                f"{name} is not what was laid out. Has something else written it?",
+                f"{name} is not what was written: {wrong}. Has something else changed it? Save again.",
                 phase="check",
-                file=str(folder / name),
+                file=str(part),
                 expected=size,
                 got=got,
-            )
+            ) from cause

@@ -47,6 +47,7 @@ class Twin:
         self._made: dict[int, Any] = {}  # id of a module or tensor -> its twin
         self.sources: dict[int, str] = {}
         self.adapted: dict[str, nn.Module] = {}
+        self._layers: set[int] = set()  # ids of those
         self.root = self._module(base_model(module), "")
         if not hasattr(self.root, "save_pretrained"):
             raise SaveError(
@@ -58,6 +59,7 @@ class Twin:
             )
         if getattr(self.root, "hf_quantizer", None) is not None:
             raise SaveError("The module is quantised; only plain weights can be saved from shards.", phase="resolve")
+        self._refuse_two_in_one()
         if hasattr(self.root, "config") and not hasattr(type(self.root), "config"):
             self.root.config = copy.deepcopy(self.root.config)  # transformers writes into it
         if dtype is not None:
@@ -107,7 +109,9 @@ class Twin:
                 got=type(module).__name__,
             )
         if self._merges:
-            self.adapted[name] = module
+            if id(module) not in self._layers:  # a layer in two places is one layer
+                self.adapted[name] = module
+                self._layers.add(id(module))
         elif module.merged:
             raise SaveError(
                 f"{name}: adapter {', '.join(module.merged_adapters)} is merged into the base weight, so that it "
@@ -116,6 +120,23 @@ class Twin:
                 key=name,
             )
         return module.get_base_layer()
+
+    def _refuse_two_in_one(self) -> None:
+        """One weight cannot hold what adapters add to it in two layers that are tied."""
+        seen: dict[str, str] = {}
+        for name, source in self.merged().items():
+            other = seen.setdefault(source, name)
+            if other != name:
+                layers = " and ".join(full.rpartition(".")[0] for full in (other, name))
+                raise SaveError(
+                    f"{layers} share one weight ({source}), and each of them has an active adapter: no one weight is "
+                    "right for both once they are merged. Save the adapter alone (save_lora) and load it beside the "
+                    "base, or untie the layers before the training (tie_word_embeddings=False).",
+                    phase="resolve",
+                    key=source,
+                    expected="at most one adapter for a tied weight",
+                    got=layers,
+                )
 
     def _cast(self, dtype: torch.dtype) -> None:
         """As the library's loader casts: pins to fp32, persistent buffers in diffusers alone."""

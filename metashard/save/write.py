@@ -17,6 +17,7 @@ from metashard.fill.threads import in_threads
 from metashard.save.share import Share
 
 WRITE_BYTES = 8 << 20  # of one piece: larger gains nothing
+PART = ".part"  # after the name of a weight file that is not complete: it has its size and header from the beginning
 
 
 class Account:
@@ -116,7 +117,7 @@ class Files:
     def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._descriptors:
-                self._descriptors[name] = os.open(self.folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+                self._descriptors[name] = os.open(self.folder / (name + PART), os.O_WRONLY | os.O_CLOEXEC)
             return self._descriptors[name]
 
     def _failed(self, entry: Entry, error: OSError, what: str) -> SaveError:
