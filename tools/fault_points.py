@@ -105,7 +105,7 @@ POINTS: dict[str, Point] = {
     "build": Point("metashard.load:build_shell", "build", wrong=_one_more_layer),
     "weights": Point("metashard.load:load_on_leader", "build", ways=RANK0),
     "plan": Point("metashard.load:map_or_refuse", "plan", "leader"),
-    "sources": Point("metashard.load:apply_dtypes", "build", ways=(*DIRECT, *STREAM)),
+    "sources": Point("metashard.load:apply_library_rules", "build", ways=(*DIRECT, *STREAM)),
     "hook": Point("hook", "prepare", wrong=_hook_adds, wrong_phase="agree", key=True),
     "adapter": Point("metashard.lora:_same_everywhere", "adapters", wrong=_other_adapter, wrong_phase="adapters"),
     "adapters": Point("metashard.lora:_activate", "adapters"),
