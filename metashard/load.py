@@ -29,7 +29,7 @@ from metashard.mapping import Mapping as EntryMapping
 from metashard.mapping import apply_library_rules, entries_by_identity
 from metashard.policy import LoadPolicy, ShardPolicy
 from metashard.report import Comparison, LoadReport, RankReport
-from metashard.run import Run
+from metashard.run import Run, uncollected
 from metashard.shard import (
     asked_to_ignore,
     average_replicated_grads,
@@ -91,7 +91,7 @@ def load_component(
     dtype = as_dtype(dtype)
     run = Run(mesh, shard, load)
     run.agreement.same((component, dtype, variant, revision), what="arguments", phase="resolve")
-    with run.agreement.told(), run.recorder, run.prefetch:
+    with run.agreement.told(), run.recorder, run.prefetch, uncollected():
         found, folder = _resolve(run, checkpoint, component, variant=variant, revision=revision)
         headers = _read_headers(run, found)
         # On one host every byte will be read there. On several, a host reads its ranks' parts: nobody knows them yet.
@@ -190,7 +190,7 @@ def wrap_model(
             'verify="basic".',
             phase="resolve",
         )
-    with run.agreement.told(), run.recorder:
+    with run.agreement.told(), run.recorder, uncollected():
         report = _shard_and_fill(run, module, Supply("rank0", "a module built by the caller"))
     return (module, report) if output_loading_info else module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,21 @@ from metashard.report import Recorder
 from metashard.shard import check_mesh, mesh_device
 
 FIRST_TIMEOUT = 600.0  # seconds for all ranks to arrive at the load
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Put off garbage collection: each looks through all that the libraries have on the heap, 0.2 s at a time.
+
+    What a load lets go of is freed by its last reference.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Steps:

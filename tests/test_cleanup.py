@@ -385,3 +385,15 @@ def test_a_hook_may_return_the_compiled_module(ranks2: Ranks, saved: str, way: s
         assert found == []
         assert same
         assert "OptimizedModule" in name
+
+
+def collecting(folder: str, way: str) -> tuple[list[bool], bool]:
+    seen: list[bool] = []
+    load(folder, way, prepare=lambda module: seen.append(gc.isenabled()))
+    return seen, gc.isenabled()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_puts_off_garbage_collection(ranks2: Ranks, saved: str, way: str) -> None:
+    """With all libraries on the heap one takes 0.2 s. After failures it is on again, too: see `state_of_process`."""
+    assert ranks2.run(collecting, saved, way) == [([False], True)] * 2

@@ -21,6 +21,7 @@ Exit code 0 when every cell ended so, 1 when any did not or hung.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -145,6 +146,7 @@ def state_of_process() -> dict[str, Any]:
     return {
         "files": {name for name in files if name.endswith(".safetensors")},
         "threads": {t.name for t in threading.enumerate() if t.name.startswith("metashard")},
+        "collections": gc.isenabled(),
         "dtype": torch.get_default_dtype(),
         "pins": getattr(SD3Transformer2DModel, "_keep_in_fp32_modules", None),
         "from_pretrained": [vars(base)["from_pretrained"] for base in (ModelMixin, PreTrainedModel)],
