@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 from adapter import INITS, Adapter
-from preflight import UsageError, check_device_memory, check_evictable, check_evicted, check_memory, positive
+from preflight import (
+    UsageError,
+    check_device_memory,
+    check_evictable,
+    check_evicted,
+    check_memory,
+    check_outputs,
+    positive,
+)
 from runs import Case, Flow, RunResult
 from setting import (
     DTYPES,
@@ -107,6 +115,8 @@ def set_up(args: argparse.Namespace, stack: contextlib.ExitStack, script: str, f
     repeats = args.repeats or (1 if args.quick else 3)
     positive({"--nproc": world_sizes, "--repeats": args.repeats, "--layers": args.layers, "--rank": args.rank})
     positive({"--limit": args.limit}, least=0.001)
+    files = {f"--{name}": getattr(args, name, None) for name in ("json", "markdown")}
+    check_outputs(files, args.out)
 
     import harness
 

@@ -36,7 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tools")]
 
-from preflight import EVICTED, UsageError, as_script  # noqa: E402  found by the line above
+from preflight import EVICTED, UsageError, as_script, check_outputs, positive  # noqa: E402  found by the line above
 from setting import (  # noqa: E402
     DTYPES,
     add_subject_arguments,
@@ -104,8 +104,9 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.memory_limit:
         args.dtype, caches = "fp32", ["cold"]
         names = [name for name in names if not name.startswith("floor")]
-    if min(world_sizes) < 1 or repeats < 1 or args.limit <= 0:
-        raise UsageError("--nproc, --repeats and --limit must be positive")
+    positive({"--nproc": world_sizes, "--repeats": repeats, "--layers": args.layers})
+    positive({"--limit": args.limit}, least=0.001)
+    check_outputs({"--json": args.json, "--markdown": args.markdown})
 
     import harness
 

@@ -142,6 +142,24 @@ def check_disk(folder: str | os.PathLike[str], wanted: int) -> None:
         )
 
 
+def check_outputs(files: dict[str, Path | None], out: Path | None = None) -> None:
+    """Whether these files, by their flags, and the folder `out` can be written when all is done.
+
+    Raises:
+        UsageError: One of them cannot.
+    """
+    for flag, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag} {path}: expected the name of a file in a folder that exists")
+        check_disk(path.absolute().parent, 0)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError(f"no permission to write {path}")
+    if out is not None:
+        check_disk(out, 0)
+
+
 def available_memory() -> int | None:
     """Bytes of host memory that processes may still take (the system's and the cgroup's limit); None if unknown."""
     found: list[int] = []
@@ -262,5 +280,5 @@ def positive(values: dict[str, float | Sequence[float] | None], *, least: float 
     """Raises UsageError naming the first flag whose value (or one of them) is below `least`; None is not given."""
     for flag, given in values.items():
         for value in given if isinstance(given, Sequence) else [given]:
-            if value is not None and value < least:
+            if value is not None and not value >= least:  # NaN, too
                 raise UsageError(f"{flag} must be at least {least:g}, got {value:g}")

@@ -49,6 +49,7 @@ from preflight import (  # noqa: E402
     as_script,
     check_disk,
     check_memory,
+    check_outputs,
     check_weights,
     command_line,
     positive,
@@ -270,8 +271,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     world_sizes = list(dict.fromkeys(args.nproc or ([2] if args.quick else [2, 4])))
     repeats = args.repeats if args.repeats is not None else (1 if args.quick else 3)
     positive({"--nproc": world_sizes, "--repeats": repeats, "--layers": args.layers})
-    for path in filter(None, (args.json, args.markdown)):
-        check_disk(path.absolute().parent, 0)
+    check_outputs({"--json": args.json, "--markdown": args.markdown})
     if args.workdir is not None:
         check_disk(args.workdir, 0)
         args.workdir.mkdir(parents=True, exist_ok=True)

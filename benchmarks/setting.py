@@ -156,6 +156,14 @@ def device_and_backend(args: argparse.Namespace) -> tuple[str, str]:
     import torch.distributed as dist
 
     device = args.device
+    if device is not None and not _is_here(device):
+        raise UsageError(f"--device {device}: expected cpu, or the type of an accelerator that is here, such as cuda")
+    names = [pair.rpartition(":")[2] for pair in (args.backend or "").split(",")] if args.backend else []
+    unknown = [name for name in names if not dist.is_backend_available(name)]
+    if unknown:
+        raise UsageError(
+            f"--backend {args.backend}: torch has no {unknown[0]!r} here; such as gloo or cpu:gloo,cuda:nccl"
+        )
     if device is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         device = found.type if found is not None else "cpu"
@@ -164,6 +172,13 @@ def device_and_backend(args: argparse.Namespace) -> tuple[str, str]:
     if device == "cpu":
         return device, "gloo"
     return device, f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def _is_here(device: str) -> bool:
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return device in ("cpu", found.type if found is not None else "cpu")
 
 
 def count_elements(files: Iterable[Path]) -> int:

@@ -16,9 +16,9 @@ from preflight import (
     UsageError,
     WeightFiles,
     check_device_memory,
-    check_disk,
     check_evictable,
     check_memory,
+    check_outputs,
     check_weights,
     on_all_ranks,
     positive,
@@ -97,9 +97,7 @@ def _checked(args: argparse.Namespace, device: torch.device) -> WeightFiles:
         positive({"--repeats": args.repeats})
         positive({"--warmup": args.warmup}, least=0)
         if args.json is not None and dist.get_rank() == 0:  # which writes it
-            if args.json.is_dir() or not args.json.absolute().parent.is_dir():
-                raise UsageError(f"--json {args.json}: expected the name of a file in a folder that exists")
-            check_disk(args.json.absolute().parent, 0)
+            check_outputs({"--json": args.json})
         weights = check_weights(args.model_path, args.subfolder)
         if args.cold:
             check_evictable(weights.paths)

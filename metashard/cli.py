@@ -67,13 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
         "strategy, the FSDP groups, and what auto would pick.",
     )
     for command in (load, verify, plan):
-        command.add_argument("path", help="a pipeline folder, a folder that is one model, or a Hub id")
+        hub = "" if command is plan else ", or a Hub id"
+        command.add_argument("path", help=f"a pipeline folder, a folder that is one model{hub}")
         command.add_argument("--component", help="component of the pipeline, such as transformer")
         command.add_argument("--strategy", choices=STRATEGIES, default="auto")
         command.add_argument("--transport", choices=TRANSPORTS, default="scatter")
         command.add_argument("--dtype", choices=DTYPES, help="dtype to load in (default: as from_pretrained)")
         command.add_argument("--variant", help='weight variant, such as "fp16"')
-        command.add_argument("--revision", help="Hub revision")
         command.add_argument("--wrap", nargs="+", help="class names of modules to wrap (default: found in the model)")
     verify.add_argument("--against", metavar="OTHER", help="compare the files with those of another folder instead")
     verify.add_argument("--lora", action="store_true", help="check a load with a new LoRA adapter instead")
@@ -82,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     verify.add_argument("--style", choices=("peft", "inject"), default="peft", help="how the adapter is added")
     verify.add_argument("--seed", type=int, default=0)
     for command in (load, verify):
+        command.add_argument("--revision", help="Hub revision")
         command.add_argument("--replicas", type=int, default=1, help="HSDP: number of replicas (default 1: plain FSDP)")
     size = plan.add_mutually_exclusive_group(required=True)
     size.add_argument("--world-size", type=int, help="number of ranks of plain FSDP")
@@ -193,6 +194,12 @@ def _verify_lora(args: argparse.Namespace) -> int:
 def _verify_against(args: argparse.Namespace) -> int:
     from metashard.compare_files import compare_checkpoints
 
+    plain = vars(make_parser().parse_args(["verify", "", "--against", ""]))
+    of_loads = [name for name in plain if name not in ("path", "against", "component", "variant", "json")]
+    given = [f"--{name}" for name in of_loads if getattr(args, name) != plain[name]]
+    if given:
+        print(f"metashard: --against compares files and loads nothing: leave out {', '.join(given)}", file=sys.stderr)
+        return 2
     try:
         found = compare_checkpoints(args.path, args.against, args.component, variant=args.variant)
     except MetaShardError as error:
@@ -216,6 +223,8 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         if (args.storage_gbps is None) != (args.network_gbps is None):
             raise ValueError("Give both --storage-gbps and --network-gbps, or neither.")
+        if args.json and args.storage_gbps is not None:
+            raise ValueError("--storage-gbps and --network-gbps add seconds to the table: leave out --json.")
         plan = plan_load(
             args.path,
             args.component,

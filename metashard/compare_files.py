@@ -17,6 +17,7 @@ from metashard.fill.bytes import as_bytes, as_dtype
 from metashard.fill.reader import Files, Read
 from metashard.fill.threads import in_threads
 from metashard.report import size_text
+from metashard.weight_files import read_index
 
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
@@ -128,14 +129,19 @@ def _check_folder(root: str) -> None:
 
 def _read(root: Path, component: str | None, variant: str | None) -> tuple[Path, Checkpoint]:
     """Folder and headers of a checkpoint."""
-    plain = component is None and not any((root / name).exists() for name in ("config.json", "model_index.json"))
+    plain = (
+        component is None
+        and variant is None
+        and not any((root / name).exists() for name in ("config.json", "model_index.json"))
+    )
     if not plain:
         found = resolve_component(root, component, variant=variant)
         return found.folder, read_checkpoint(found.folder, found.files, found.weight_map)
     names = sorted(path.name for path in root.glob("*.safetensors"))
     if not names:
         raise ComponentError(f"{root} has no safetensors files to compare.", phase="resolve", file=str(root))
-    return root, read_checkpoint(root, names, None)
+    indices = sorted(root.glob("*.safetensors.index.json"))
+    return root, read_checkpoint(root, names, read_index(indices[0]) if len(indices) == 1 else None)
 
 
 def _compare(

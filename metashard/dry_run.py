@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,16 @@ def plan_load(
         The plan. Adapters are made for real, in host memory.
 
     Raises:
-        ValueError: No such number of ranks or mesh.
+        ValueError: No such number of ranks, mesh or device type.
         MetaShardError: As `load_component` does, where it shows without loading.
     """
     shape = _mesh_shape(world_size, mesh_shape)
+    _check_device_type(device_type)
     root = Path(checkpoint)
-    if not root.exists():
+    if not str(checkpoint) or not root.exists():
         raise ComponentError(
-            f"{checkpoint} is no folder. A plan needs the checkpoint's config and headers on disk.",
+            f"{str(checkpoint) or 'An empty path'} is no folder. "
+            "A plan needs the checkpoint's config and headers on disk.",
             phase="resolve",
             file=str(checkpoint),
             expected="a folder",
@@ -136,6 +139,13 @@ def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tup
         wanted = "1" if mesh_shape is None else "(shard,) or (replicate, shard), in all 1"
         raise ValueError(f"{given}: expected {wanted} to {MOST_RANKS:,} ranks.")
     return shape
+
+
+def _check_device_type(name: str) -> None:
+    with suppress(RuntimeError, TypeError):
+        if torch.device(name).type == name != "meta":
+            return
+    raise ValueError(f'device_type={name!r}: expected a type alone, of a device that holds bytes, such as "cuda".')
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def find_commit(checkpoint: str | Path, component: str | None, *, revision: str 
 def _jsons(checkpoint: str | Path, component: str | None, *, revision: str | None, local_files_only: bool) -> Path:
     """The snapshot's folder, with model_index.json and the component's config.json in it."""
     if not isinstance(checkpoint, str) or not _HUB_ID.fullmatch(checkpoint):
-        text = f"{checkpoint} does not exist. Give a local folder, or a hub id such as 'org/name'."
+        text = f"{checkpoint or 'An empty path'} does not exist. Give a local folder, or a hub id such as 'org/name'."
         raise resolve_error(text, file=checkpoint, expected="a folder or a hub id", got=str(checkpoint))
     from huggingface_hub import snapshot_download
 

@@ -200,7 +200,7 @@ def _resolve(
 ) -> tuple[Component, Path]:
     """The component, as rank 0 sees it, and this rank's folder of it (which may not exist on this rank)."""
     pickles = run.load.allow_pickle
-    is_folder = run.on_leader("resolve", lambda: Path(checkpoint).exists())
+    is_folder = run.on_leader("resolve", lambda: bool(str(checkpoint)) and Path(checkpoint).exists())
     root = Path(checkpoint)
     if not is_folder:
         commit = run.on_leader("resolve", lambda: find_commit(checkpoint, component, revision=revision))

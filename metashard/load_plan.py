@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from metashard.report import RankReport
@@ -79,7 +80,7 @@ class LoadPlan:
             storage_gbps: GB/s (1e9 bytes) that the storage delivers to all ranks together.
             network_gbps: GB/s that one rank sends or receives.
         """
-        if storage_gbps <= 0 or network_gbps <= 0:
+        if not (0 < storage_gbps < math.inf and 0 < network_gbps < math.inf):
             raise ValueError(f"storage_gbps={storage_gbps}, network_gbps={network_gbps}: expected positive numbers.")
         found = {}
         for strategy, ranks in self.ranks.items():

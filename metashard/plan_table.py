@@ -30,13 +30,14 @@ def print_plan(plan: LoadPlan, *, storage_gbps: float | None, network_gbps: floa
         storage_gbps: GB/s of the storage, all ranks together; with `network_gbps`, adds estimated seconds.
         network_gbps: GB/s of the network, each rank.
     """
+    strategies = _strategies(plan, storage_gbps, network_gbps)  # first: it may refuse the speeds
     console = Console(highlight=False)
     files = f"{size_text(plan.checkpoint_bytes)} in {plan.files} file{'s' if plan.files > 1 else ''}"
     console.print(f"{plan.class_name}: {files}; {', '.join(f'{n} {dtype}' for dtype, n in plan.dtype_counts.items())}")
     console.print(f"mesh {'x'.join(map(str, plan.mesh_shape))} of {plan.device_type}, transport {plan.transport}")
     who = "strategy" if plan.reason == ASKED_FOR else "auto takes"
     console.print(f"{who} {plan.strategy}: {plan.reason}")
-    console.print(_strategies(plan, storage_gbps, network_gbps))
+    console.print(strategies)
     console.print(_groups(plan))
     for text in plan.warnings:
         console.print(f"warning: {text}", style="yellow")

@@ -22,6 +22,7 @@ STEMS = {
     "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
     "transformers": ("model", "pytorch_model"),
 }
+VARIANT = re.compile(r"[\w.\-]+")  # what may stand in a file name
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".flashpack"}
 
 
@@ -35,7 +36,7 @@ def choose_files(
     allow_pickle: bool,
 ) -> tuple[str, str | None, list[str]]:
     """(format, index file or None, single file or nothing) that the library would load from a folder of these names."""
-    if variant is not None and not re.fullmatch(r"[\w.\-]+", variant):
+    if variant is not None and not VARIANT.fullmatch(variant):
         raise resolve_error(
             f"variant {variant!r} is not part of a file name", file=place, expected="such as fp16", got=variant
         )

@@ -260,6 +260,9 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "no such family": (["--family", "sd9"], "unknown family 'sd9'"),
     "two depths": (["--family", "sd3-small", "--layers", "2", "--scale", "0.5"], "pass one of them"),
     "too deep": (["--family", "sd3-small", "--scale", "2"], "at most 1"),
+    "no such device": (["--device", "nope"], "--device nope: expected cpu"),
+    "no such backend": (["--backend", "nope"], "torch has no 'nope' here"),
+    "no time": (["--limit", "nan"], "--limit must be at least"),
     "family and folder": (["--model-path", "{sd3}", "--family", "sd3-small"], "leave out --model-path"),
 }
 
@@ -270,6 +273,13 @@ def test_bad_input_is_one_line_and_exit_code_2(case, script, sd3, tmp_path):
     arguments, reason = BAD[case]
     outcome = call(script, tmp_path / "out", *(a.format(tmp=tmp_path, sd3=sd3) for a in arguments))
     check_refused(outcome, script, reason)
+
+
+@pytest.mark.parametrize("script", [init_latency, peak_memory])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(script, sd3, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert script.main(["--model-path", str(sd3), "--component", "transformer", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file: expected a folder" in capsys.readouterr().err
 
 
 def check_refused(outcome: Outcome, script: Any, reason: str) -> None:

@@ -72,7 +72,10 @@ def test_another_byte_or_file_is_a_difference(tmp_path: Path) -> None:
         (["--family", "sd9"], "unknown family 'sd9'"),
         (["--model-path", "nowhere"], "nowhere: no such folder"),
         (["--workdir", "/proc/version/work"], "/proc/version is a file"),
-        (["--json", "/proc/version/all.json"], "/proc/version is a file"),
+        (["--json", "/proc/version/all.json"], "expected the name of a file in a folder that exists"),
+        (["--markdown", "/tmp"], "--markdown /tmp: expected the name of a file"),
+        (["--device", "nope"], "--device nope: expected cpu"),
+        (["--backend", "cpu:nope"], "torch has no 'nope' here"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

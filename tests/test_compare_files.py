@@ -86,3 +86,21 @@ def test_what_cannot_be_compared_is_one_line(
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert message in told.err
+
+
+@pytest.mark.parametrize("option", [["--lora"], ["--dtype", "bf16"], ["--replicas", "2"], ["--strategy", "stream"]])
+def test_what_only_a_load_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+    assert main(["verify", str(tmp_path), "--against", str(tmp_path), *option]) == 2
+    assert f"leave out {option[0]}" in capsys.readouterr().err
+
+
+def test_without_a_config_the_index_decides_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, name in ((one, "model-1.safetensors"), (other, "model.safetensors")):
+        folder.mkdir()
+        save_file({"x": torch.ones(2)}, folder / name)
+    save_file({"x": torch.zeros(2)}, one / "stale.safetensors")
+    (one / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-1.safetensors"}}))
+    assert main(["verify", str(one), "--against", str(other)]) == 0
+    assert "0 differences" in capsys.readouterr().out
+    assert main(["verify", str(one), "--against", str(other), "--variant", "fp16"]) == 2

@@ -134,6 +134,28 @@ def test_a_plan_refuses_what_a_load_refuses(folder, tmp_path):
         metashard.plan_load(folder("SD3Transformer2DModel"), world_size=2, shard=unknown)
 
 
+@pytest.mark.parametrize("name", ["", "gpu", "meta", "cuda:0", None])
+def test_a_device_type_that_no_mesh_has_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="expected a type alone"):
+        metashard.plan_load(tmp_path, world_size=2, device_type=name)
+
+
+@pytest.mark.parametrize("verb", ["plan", "load"])
+def test_an_empty_path_is_not_the_current_folder(verb, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder("SD3Transformer2DModel"))
+    assert main([verb, "", *(["--world-size", "2"] if verb == "plan" else [])]) == 2
+    assert "An empty path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gbps", ["0", "-1", "nan", "inf"])
+def test_speeds_are_refused_before_anything_is_printed(gbps, folder, capsys):
+    args = ["plan", folder("SD3Transformer2DModel"), "--world-size", "2", "--network-gbps", "1"]
+    assert main([*args, f"--storage-gbps={gbps}"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "expected positive numbers" in told.err
+
+
 def test_the_command_prints_tables_or_json(folder, capsys):
     args = ["plan", folder("SD3Transformer2DModel"), "--dtype", "bf16"]
     assert main([*args, "--world-size", "8", "--lora-rank", "4", "--storage-gbps", "5", "--network-gbps", "10"]) == 0
@@ -146,7 +168,9 @@ def test_the_command_prints_tables_or_json(folder, capsys):
 
 def test_the_command_says_in_one_line_what_is_wrong(folder, tmp_path, capsys):
     good = folder("SD3Transformer2DModel")
-    for args in ([str(tmp_path)], ["x" * 300], [good, "--storage-gbps", "5"], [good, "--lora-rank", "0"]):
+    seconds = ["--storage-gbps", "5", "--network-gbps", "5"]
+    wrong = ([str(tmp_path)], ["x" * 300], [good, *seconds[:2]], [good, *seconds, "--json"], [good, "--lora-rank", "0"])
+    for args in wrong:
         assert main(["plan", *args, "--world-size", "2"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

@@ -762,3 +762,38 @@ def test_the_account_sees_a_byte_too_few_and_one_twice() -> None:
     for wrong in (account((1000, 99)), account((1000, 60), (1050, 50)), account((1000, 50), (1040, 50)), {}):
         with pytest.raises(SaveError, match="w: "):
             check_accounts([wrong], [entry])
+
+
+def saved_to_no_path_on_one_rank(folder: str, out: str) -> None:
+    module, _ = load_case(zoo.CASES[SD3], folder, BF16, {}, cpu_mesh())
+    save_component(module, None if dist.get_rank() else out, save=POLICY)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_no_path_on_one_rank_is_an_error_on_all(ranks2: Ranks, models: str, tmp_path: Path) -> None:
+    errors = ranks2.run_expecting(SaveError, saved_to_no_path_on_one_rank, f"{models}/{SD3}", str(tmp_path / "out"))
+    assert all("Ranks differ in arguments" in str(error) for error in errors)
+
+
+def saved_by_wrong_calls(folder: str, out: str, calls: list[dict[str, Any]]) -> list[str]:
+    module, _ = load_case(zoo.CASES[SD3], folder, BF16, {}, cpu_mesh())
+    told = []
+    for call in calls:
+        with pytest.raises(SaveError) as caught:
+            save_component(module, **{"folder": out, "save": POLICY, **call})
+        told.append(str(caught.value))
+    save_component(module, Path(out, "named"), dtype="bfloat16", save=POLICY)  # type: ignore[arg-type]
+    return told
+
+
+def test_wrong_calls_name_the_argument(ranks1: Ranks, models: str, tmp_path: Path) -> None:
+    wrong = {
+        "folder": [None, 3, "", "a\0b"],
+        "max_shard_size": [0, -1, "0GB", "-5GB", "5XB", "", float("nan"), True, None],
+        "variant": ["", "a b", "a/b", 3, "x\0"],
+        "dtype": ["bf17", 3],
+    }
+    calls = [{name: value} for name, values in wrong.items() for value in values]
+    (told,) = ranks1.run(saved_by_wrong_calls, f"{models}/{SD3}", str(tmp_path / "out"), calls)
+    for ((name, value),), text in zip((call.items() for call in calls), told, strict=True):
+        assert f"{name}={value!r}: expected" in text
+    assert os.listdir(tmp_path / "out") == ["named"]

@@ -164,6 +164,21 @@ def test_adapters_are_left_out_or_merged_as_peft_merges(
 # --- bad input
 
 
+def digests_around_a_merge(folder: str, out: str) -> list[str]:
+    module = as_if_trained(load(folder, BF16, [spec("peft")])[0])
+    before = metashard.digest_shards(module)
+    metashard.save_component(module, out, lora="merge", save=POLICY)
+    return [before, metashard.digest_shards(module)]
+
+
+def test_on_one_rank_a_merge_leaves_the_module_as_it_was(
+    ranks1: Ranks, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """There the gathered tensor is the shard itself."""
+    ((before, after),) = ranks1.run(digests_around_a_merge, folders[SD3], str(tmp_path / "out"))
+    assert before == after
+
+
 def merges_tied(folder: str, out: str) -> None:
     module = load(folder, BF16, [spec("peft", target_modules=["embed_tokens", "lm_head"])])[0]
     metashard.save_component(module, out, lora="merge", save=POLICY)

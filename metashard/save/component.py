@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from metashard.policy import SavePolicy
 from metashard.save.report import SaveReport
 from metashard.save.run import SaveRun
 from metashard.save.twin import ADAPTERS, Twin, check_real
-from metashard.weight_files import STEMS, is_weights
+from metashard.strategy import as_dtype
+from metashard.weight_files import STEMS, VARIANT, is_weights
+
+_SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? *[KMGT]B", re.IGNORECASE)  # what the libraries read
 
 
 def save_component(
@@ -64,10 +68,11 @@ def save_component(
         with run.phase("resolve"):
             if lora not in ADAPTERS:
                 raise SaveError(f"lora={lora!r}: expected one of {', '.join(ADAPTERS)}.", phase="resolve")
-            if variant is not None and Path(variant).name != variant:
+            if variant is not None and not (isinstance(variant, str) and VARIANT.fullmatch(variant)):
                 raise SaveError(f"variant={variant!r}: expected a part of a file name, such as fp16.", phase="resolve")
+            _check_size(max_shard_size)
             check_real(module)
-            twin = Twin(module, dtype=dtype, lora=lora)
+            twin = Twin(module, dtype=as_dtype(dtype), lora=lora)
         run.agreement.same(list(twin.facts()), what="the tensors that they hold", phase="agree")
         root: Any = twin.root
         stem = STEMS["diffusers" if hasattr(root, "save_config") else "transformers"][0]
@@ -76,4 +81,15 @@ def save_component(
             twin.sources,
             twin=twin,
             stale=lambda name: is_weights(name, stem, variant),
+        )
+
+
+def _check_size(size: Any) -> None:
+    """Refuse what the libraries would take for no limit (NaN), or for a file a tensor (0, -5)."""
+    if not (_SIZE.fullmatch(size) if isinstance(size, str) else type(size) is int and size > 0):
+        raise SaveError(
+            f'max_shard_size={size!r}: expected a number of bytes from 1 on, or such as "5GB".',
+            phase="resolve",
+            expected='bytes, or such as "5GB"',
+            got=repr(size),
         )

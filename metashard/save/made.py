@@ -106,7 +106,10 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     on_device: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]  # it may be offloaded
-    return on_device.full_tensor()
+    full = on_device.full_tensor()
+    # Where an axis has one rank, or the tensor is replicated, that is the shard itself and no copy of it.
+    shared = full.untyped_storage().data_ptr() == on_device.to_local().untyped_storage().data_ptr()
+    return full.clone() if shared else full
 
 
 def _copy(module: nn.Module, whole: Whole) -> nn.Module:

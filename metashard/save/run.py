@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ class SaveRun(Steps):
     agreement: Agreement = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = Path(self.given)
+        self.folder = _path(self.given)
         put_back_shards(self.module)
         tensors = [tensor for _, tensor in named_slots(self.module, attributes=False)]
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
@@ -105,8 +106,8 @@ class SaveRun(Steps):
         stages: list[Stage] = []
 
         def prepare() -> tuple[str, bool, str]:
-            if not str(self.given):  # to `Path` this is the current folder
-                raise SaveError("The folder is an empty text; expected a path.", expected="a path", got="")
+            if not isinstance(self.given, (str, os.PathLike)) or not str(self.given) or "\0" in str(self.given):
+                raise SaveError(f"folder={self.given!r}: expected a path.", expected="a path", got=repr(self.given))
             stages.append(Stage(self.folder, overwrite=self.overwrite, stale=stale))
             return stages[0].name, stages[0].beside, stages[0].token
 
@@ -219,6 +220,14 @@ class SaveRun(Steps):
                 raise
         if failure is not None:
             raise failure
+
+
+def _path(given: Any) -> Path:
+    """The folder; for what is no path the current one: rank 0 refuses that, where all other ranks hear of it."""
+    try:
+        return Path(given)
+    except TypeError:
+        return Path()
 
 
 def _pieces(shares: Iterator[tuple[Share, Target]], most: int) -> Iterator[Piece]:
