@@ -77,7 +77,7 @@ def ratio(before: float, after: float) -> str:
 
 
 def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
-    """A grid of panels of horizontal bars, each with its value and how many times less than the first it is."""
+    """A grid of panels of horizontal bars, each with its value and how many times less or more than the first."""
     tall = max(len(panel.values) for row in rows for panel in row)
     canvas = figure(4.6 * len(rows[0]), (0.9 + 0.34 * tall) * len(rows) + 0.6)
     canvas.suptitle(title, fontsize=11, color=INK)
@@ -97,8 +97,11 @@ def draw_bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
             if high > low:
                 axes.plot([low, high], [at, at], color=INK, linewidth=1)
             less = f"  ({ratio(values[0], value)} less)" if at and value < 0.95 * values[0] else ""
+            more = f"  ({ratio(value, values[0])} more)" if at and value > 1.05 * values[0] else ""
+            paler = panel.beyond.get(name, value)
+            shown = f"{value:.3g}" if paler < 1.05 * value else f"{value:.3g} / {paler:.3g}"
             look = dict(xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
-            axes.annotate(f"{value:.3g}{less}", (end, at), **look)
+            axes.annotate(f"{shown}{less}{more}", (end, at), **look)
         style(axes, panel.title)
         axes.set_xlabel(panel.unit, fontsize=8, color=INK)
         axes.grid(axis="x", color=GRID, linewidth=0.6)

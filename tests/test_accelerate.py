@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -380,8 +381,8 @@ def refused(folder: str, kind: str) -> str:
         call[kind] = None
     with selected(**options) as (plugin, accelerator):
         state = accelerator.state
-        if kind in DistributedType.__members__:
-            state.distributed_type = DistributedType[kind]
+        if kind.partition(",")[0] in DistributedType.__members__:
+            state.distributed_type = DistributedType[kind.partition(",")[0]]
         elif kind == "FSDP1":
             state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
         elif kind == "another plugin":
@@ -392,12 +393,14 @@ def refused(folder: str, kind: str) -> str:
             state.device_mesh = one if kind == "a mesh of one rank" else cpu_mesh()
         elif kind == "late checkpointing":
             plugin._checkpointing = True
+        processes = {"WORLD_SIZE": "1" if kind == "NO" else "2"}
         try:
             if kind == "late checkpointing":
                 model = metashard.load_component(folder, mesh=cpu_mesh())
                 accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             else:
-                plugin.load_component(accelerator, folder, **call)
+                with environment(processes), mock.patch("torch.accelerator.is_available", return_value=False):
+                    plugin.load_component(accelerator, folder, **call)
         except metashard.LaunchError as error:
             return str(error)
     return "loaded"
@@ -411,6 +414,7 @@ def any_function(*args: Any, **kwargs: Any) -> bool:
     ("kind", "says"),
     {
         "NO": "one process.*accelerate launch --num_processes",
+        "NO, two processes": "runs on CPU, where accelerate has no FSDP",
         "DEEPSPEED": "uses DEEPSPEED, which shards by itself. Choose FSDP",
         "MEGATRON_LM": "shards by itself",
         "MULTI_CPU": "runs on CPU, where accelerate has no FSDP",

@@ -165,15 +165,17 @@ class MetaShardPlugin(FullyShardedDataParallelPlugin):
 
     def _check(self, accelerator: Accelerator) -> None:
         kind = accelerator.distributed_type
-        if kind == DistributedType.NO:
+        # Without an accelerator accelerate takes each of several processes for one of its own, but for --use_cpu.
+        several = kind == DistributedType.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if kind == DistributedType.MULTI_CPU or (several and not torch.accelerator.is_available()):
+            text = "runs on CPU, where accelerate has no FSDP. Use metashard.load_component(mesh=...) and a plain "
+            text += "training loop there"
+        elif kind == DistributedType.NO:
             text = "runs on one process without a process group, so there is nothing to shard over. Start the script "
             text += "with `accelerate launch --num_processes N` or torchrun"
         elif kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
             text = f"uses {kind.value}, which shards by itself. Choose FSDP in `accelerate config`, and pass "
             text += "Accelerator(fsdp_plugin=MetaShardPlugin()) and no other plugin"
-        elif kind == DistributedType.MULTI_CPU:
-            text = "runs on CPU, where accelerate has no FSDP. Use metashard.load_component(mesh=...) and a plain "
-            text += "training loop there"
         elif kind != DistributedType.FSDP:
             text = f"uses {kind.value} without FSDP. Pass Accelerator(fsdp_plugin=plugin)"
         elif not accelerator.is_fsdp2:
